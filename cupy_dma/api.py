@@ -33,40 +33,40 @@ def attention(query: Any, key: Any, value: Any, *, mask: Any = None, bias: Any =
     key, value : float array ``(B, Lk, Hkv, D)`` and ``(B, Lk, Hkv, Dv)``
         ``H`` is a multiple of ``Hkv``, ``D`` and ``Dv`` are 1 to 256, lengths may be 0. Any strides of B, L and head (a
         transposed BHSD tensor needs no copy); the last axis is contiguous. float16, bfloat16 or float32 on every
-        backend, float64 on numpy and, for CPU arrays, on flex. For the precision of float32 see the notes. Where the
-        kernels need ``Dv`` to be ``D`` (all but those of few queries), the narrower arrays are copied.
+        backend, float64 on numpy and, for CPU arrays, on flex. Notes: the precision of float32. Most kernels need
+        ``Dv == D`` (not those for few queries) and get a padded copy of the narrower arrays.
     mask : IntervalMask, or bool array ``(1|B, 1|Hkv|H, 1|Lq, 1|Lk)`` or ``(Lq, Lk)``, or several in a tuple, optional
-        True = visible. A padding mask ``(B, Lk)`` is ``mask[:, None, None]``; a mask with two axes that could be one
-        (``Lq == B``) raises. Several masks are intersected. A dense mask may be arbitrary, at the cost of reading it;
-        one that is the same for every query (``1`` in place of ``Lq``) costs no more than an interval mask.
+        True = visible. Pass a padding mask ``(B, Lk)`` as ``mask[:, None, None]``; a two-axis mask that could be
+        either (``Lq == B``) raises. Several masks are intersected. A dense mask may be arbitrary but must be read in
+        full; one that is the same for every query (``1`` in place of ``Lq``) costs no more than an interval mask.
     bias : float array ``(1|B, 1|Hkv|H, 1|Lq, 1|Lk)``, optional
         Added to the logits after scale and softcap, in natural-log units. ``(1|B, 1|Hkv|H, Lk)`` is a key bias, such
-        as the scores: of any strides, copied if its last axis is not contiguous.
+        as the scores; it may have any strides and is copied if its last axis is not contiguous.
     bias_delay : int
-        In positions, 0 to ``2**30``. A delayed key bias is left out for the last keys: query ``i`` adds that of key
-        ``j`` only if ``p_i - j >= bias_delay``,
+        In positions, 0 to ``2**30``; needs a key bias. Query ``i`` adds the bias of key ``j`` only if
+        ``p_i - j >= bias_delay``,
 
             s[i, j] = softcap(scale * q_i . k_j) + (bias[j] if p_i - j >= bias_delay else 0)
 
-        and the gradient of ``bias[j]`` sums over those queries only. 0 adds it for every query, also for those ahead
-        of ``j``. Needs a key bias.
+        and the gradient of ``bias[j]`` sums over those queries only. With 0 every query adds it, even those before
+        ``j``.
     causal
         Query ``i`` sees only keys ``j <= p_i``, in addition to the mask.
     scale
-        Default ``1 / sqrt(D)``. At most ``2**127`` in size, unless the arrays are float64.
+        Default ``1 / sqrt(D)``. At most ``2**127`` in magnitude, unless the arrays are float64.
     softcap
         0 means none; otherwise ``2**-126`` to ``2**127``, unless the arrays are float64.
     sink_logits : float array ``(H,)``, optional
         Learned sinks (GPT-OSS): one more term ``exp(sink_logits[h])`` in the softmax sum of every row, in natural-log
-        units, after scale and softcap. Its value is zero, so it takes probability and adds nothing to ``out``. -inf is
-        no sink. The returned ``lse`` counts it in.
+        units, after scale and softcap. Its value is zero: it takes probability and adds nothing to ``out``. -inf means
+        no sink. The returned ``lse`` includes it.
     deterministic
         Make the backward pass bitwise reproducible too; the forward pass always is.
     return_lse
         Return ``(out, lse)``.
     layout
-        ``"bhnd"``: query, key, value and ``out`` are ``(B, H, L, D)``, as views; mask, bias and ``lse`` stay as they
-        are. None is ``"bnhd"``, but warns where the shapes look like ``"bhnd"`` (more heads than positions).
+        ``"bhnd"``: query, key, value and ``out`` are ``(B, H, L, D)``, as views; mask, bias and ``lse`` keep their
+        shapes. None means ``"bnhd"``, but warns if the shapes look like ``"bhnd"`` (more heads than positions).
     backend
         See ``cupy_dma.get_available_backends``. ``"numpy"`` with CUDA arrays copies to the host and back.
 
@@ -126,17 +126,15 @@ def dynamic_mask_attention(query: Any, key: Any, value: Any, scores: Any = None,
         As for ``attention``.
     scores : float array ``(B, Hkv, Lk)``
         Instead of scores you can pass ``dt_proj``, ``A`` and optionally ``dt_bias`` and ``form``, from which
-        ``key_scores`` computes them. Of any strides: copied (4 bytes per key and head) if the last axis is not
-        contiguous.
+        ``key_scores`` computes them. Any strides; copied (4 bytes per key and head) if the last axis is not contiguous.
     window : int, or a sequence or integer array of ``Hkv`` ints in host memory
-        Keys kept per query, at least 1; of each kv head if there are several.
+        Keys kept per query, at least 1; several ints give each kv head its own.
     keys, padding, documents
         As for ``IntervalMask.top_w``.
     bias_delay
-        As for ``attention``: the scores are added for queries at least this far behind a key. They select from the
-        key's own position on.
+        As for ``attention``. It delays the bias only: a key is selected by its score from its own position on.
     causal
-        Prefix masks are causal by construction, so False is allowed only with ``keys="global"``.
+        Prefix masks are always causal; False is allowed only with ``keys="global"``.
 
     Returns
     -------
@@ -179,8 +177,8 @@ def key_scores(value: Any, dt_proj: Any, A: Any, *, dt_bias: Any = None, form: s
         The parameters may have a different float type from ``value``.
     form
         ``"exp"``: ``exp(A * softplus(dt))``, the original definition (Hugging Face Doge); ``"linear"``:
-        ``A * softplus(dt)``, the later and numerically better behaved one. Both select the same keys but are different
-        biases. ``dt = value @ dt_proj^T + dt_bias``, summed over all kv heads and ``D``.
+        ``A * softplus(dt)``, the later, numerically better one. Both select the same keys but are different biases.
+        ``dt = value @ dt_proj^T + dt_bias``, summed over all kv heads and ``D``.
     layout
         ``"bhnd"``: the value is ``(B, Hkv, Lk, D)``. None is ``"bnhd"``.
     backend
@@ -227,9 +225,8 @@ def varlen_attention(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seq
         Or a paged KV cache ``(num_pages, page_size, Hkv, D)`` with ``block_table``. Types and strides as for
         ``attention``.
     cu_seqlens_q, cu_seqlens_k : int32 or int64 array ``(B + 1,)``, or list of ints
-        Cumulative lengths: start at 0, never decrease, end at ``total_q`` and ``total_k``. A list is copied to the
-        device, which waits for it; pass an array where that matters. ``cu_seqlens_k`` may be None with ``block_table``
-        and ``seqused_k``.
+        Cumulative lengths: start at 0, never decrease, end at ``total_q`` and ``total_k``. Copying a list to the device
+        waits for it; pass an array to avoid that. ``cu_seqlens_k`` may be None with ``block_table`` and ``seqused_k``.
     mask : IntervalMask of shape ``(1, 1|Hkv|H, total_k)``, optional
         In packed key positions: query ``i`` of sequence ``b``, which has ``Lq_b`` queries and ``Lk_b`` keys, stands at
         ``cu_seqlens_k[b] + i + Lk_b - Lq_b``. Keys of other sequences are never visible, whatever the mask says. With
@@ -248,10 +245,10 @@ def varlen_attention(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seq
     max_seqlen_q, max_seqlen_k : int, optional
         Not needed; accepted because other libraries require them.
     tail_padding
-        Allow rows after the last sequence, as in arrays of a fixed size (CUDA graphs). Such queries get ``out = 0``
-        and ``lse = -inf``, such keys are not read. False: cumulative lengths that end early raise, where that can be
-        seen without waiting for a GPU: from lists and arrays in host memory, from one array for a query and key of
-        different lengths, from ``max_seqlen_q`` and ``max_seqlen_k`` (with ``CUPY_DMA_CHECK=1``, everywhere).
+        Allow rows after the last sequence, as in arrays of a fixed size (CUDA graphs). Extra queries get ``out = 0``
+        and ``lse = -inf``; extra keys are not read. If False, cumulative lengths that end early raise, provided this
+        can be seen without waiting for a GPU: from lists and arrays in host memory, from one array for a query and key
+        of different lengths, from ``max_seqlen_q`` and ``max_seqlen_k`` (with ``CUPY_DMA_CHECK=1``, always).
 
     Returns
     -------

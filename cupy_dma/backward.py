@@ -50,8 +50,8 @@ class _AttentionGradients(NamedTuple):
 
 
 class AttentionGradients(_AttentionGradients):
-    """Each has its argument's shape and type; None for what was not asked for. ``sink_logits`` is an attribute only, no
-    item of the tuple."""
+    """Each has its argument's shape and type; None if not requested. ``sink_logits`` is an attribute, not an item of
+    the tuple."""
 
     sink_logits: Any = None
 
@@ -76,8 +76,8 @@ class _DynamicGradients(NamedTuple):
 
 
 class DynamicGradients(_DynamicGradients):
-    """Each has its argument's shape and type; None for what was not asked for or not given. ``sink_logits`` is an
-    attribute only, no item of the tuple."""
+    """Each has its argument's shape and type; None if not requested or not given. ``sink_logits`` is an attribute, not
+    an item of the tuple."""
 
     sink_logits: Any = None
 
@@ -101,9 +101,9 @@ def attention_backward(dout: Any, query: Any, key: Any, value: Any, out: Any, ls
     out, lse
         What ``attention(..., return_lse=True)`` returned.
     deterministic
-        Bitwise reproducible results. False leaves a backend free to sum in any order: ``flex`` does, and ``cuda`` on
-        Hopper for the queries' gradient where no mask or one of short sequences hides little, which takes 10 to 40 %
-        less time.
+        Bitwise reproducible results. If False, a backend may sum in any order: ``flex`` does, and on Hopper ``cuda``
+        does for the gradient of the queries if few keys are hidden (no mask, or one of short sequences), which takes
+        10 to 40 % less time.
     dlse : float array ``(B, H, Lq)``, optional
         Gradient with respect to ``lse``, if the loss depends on it.
     needs
@@ -113,8 +113,8 @@ def attention_backward(dout: Any, query: Any, key: Any, value: Any, out: Any, ls
     Returns
     -------
     AttentionGradients
-        ``(query, key, value, bias)``, each of the shape and type of its argument; None where not asked for. And, as an
-        attribute, ``sink_logits``.
+        ``(query, key, value, bias)``, each of the shape and type of its argument; None if not requested.
+        ``sink_logits`` is an attribute.
 
     Raises
     ------
@@ -157,8 +157,8 @@ seqused_k, max_seqlen_q, max_seqlen_k, backend
     Returns
     -------
     AttentionGradients
-        ``(query, key, value, bias)``, each of the shape and type of its argument; None where not asked for. Keys that
-        belong to no sequence, or lie past ``seqused_k``, get zeros. And, as an attribute, ``sink_logits``.
+        ``(query, key, value, bias)``, each of the shape and type of its argument; None if not requested. Keys that
+        belong to no sequence, or lie past ``seqused_k``, get zeros. ``sink_logits`` is an attribute.
 
     Raises
     ------

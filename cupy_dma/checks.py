@@ -1,7 +1,7 @@
 """Argument checks. Each error names the argument, what was given and what is allowed.
 
-TypeError for types, ValueError for shapes and values. All are plain comparisons of Python objects: they cost well under
-a microsecond each and never touch array data.
+TypeError for types, ValueError for shapes and values. All compare Python objects: each costs well under a microsecond
+and never touches array data.
 """
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from cupy_dma.arrays import Operand, describe
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 INTEGERS = ("int32", "int64")
-ZERO_ONE = ("uint8", "int8", "int16", "int32", "int64")  # integer types in which masks of 0 and 1 come
-LONGEST_DELAY = 2**30  # of a key bias, in positions: sums with positions stay in int32
-LARGEST = 2.0**127  # of scale and softcap: a factor log2(e) above it, float32 ends
+ZERO_ONE = ("uint8", "int8", "int16", "int32", "int64")  # integer types allowed for masks of 0 and 1
+LONGEST_DELAY = 2**30  # of a key bias, in positions: its sum with a position fits int32
+LARGEST = 2.0**127  # of scale and softcap: times log2(e) it still fits float32
 
 
 def one_of_types(operand: Operand, allowed: Sequence[str] = FLOATS) -> None:
@@ -35,7 +35,7 @@ def boolean(operand: Operand) -> None:
 
 
 def not_a_mask(operand: Operand, allowed: str) -> TypeError:
-    """The error for a mask of another type; what a float mask means cannot be seen from its type."""
+    """The error for a mask of another type. A float mask is ambiguous: it may be 0 and -inf, or 1 and 0."""
     hint = ""
     if operand.dtype in FLOATS:
         hint = (f"; write a mask of 0 and -inf as {operand.name} == 0, one of 1 and 0 as {operand.name} != 0, and "
@@ -45,7 +45,7 @@ def not_a_mask(operand: Operand, allowed: str) -> TypeError:
 
 def real_keys(operand: Operand) -> Operand:
     """A padding mask as booleans, True = a real key, from booleans or integers 0 and 1. Integers in GPU memory are
-    validated only with ``CUPY_DMA_CHECK=1``; any but 0 is a real key there."""
+    validated only with ``CUPY_DMA_CHECK=1``; otherwise any nonzero value there is a real key."""
     if operand.dtype == "bool":
         return operand
     if operand.dtype not in ZERO_ONE:
@@ -69,10 +69,10 @@ def values_known(operand: Operand) -> bool:
 
 
 def has_memory(operand: Operand) -> None:
-    """A kernel needs an address; what ``torch.export`` traces has none."""
+    """Raise unless the operand has an address: tensors traced by ``torch.export`` have none."""
     if operand.pointer is None:
-        raise TypeError(f"{operand.name} must be a tensor with memory that can be read, got one that torch.export "
-                        f"traces: it takes attention, key_scores, masks and layers without a cache, no others")
+        raise TypeError(f"{operand.name} must be a tensor with readable memory, got one traced by torch.export, which "
+                        f"supports only attention, key_scores, masks and layers without a cache")
 
 
 def integers(value: Any, name: str, like: Operand) -> Operand:
@@ -106,15 +106,15 @@ def in_rows(operand: Operand) -> Operand:
 
 
 def rows_contiguous(operand: Operand) -> None:
-    """The kernels load whole rows, so the last axis must have stride 1. Other axes may have any stride."""
+    """Raise unless the last axis has stride 1: kernels load whole rows. Other axes may have any stride."""
     if operand.strides[-1] != 1 and operand.shape[-1] != 1 and 0 not in operand.shape:
         raise ValueError(f"{operand.name} must be contiguous in its last axis (stride 1), got stride "
-                         f"{operand.strides[-1]} with shape {operand.shape}; make it so with ascontiguousarray() "
+                         f"{operand.strides[-1]} with shape {operand.shape}; use ascontiguousarray() "
                          f"or .contiguous()")
 
 
 def has_shape(operand: Operand, meaning: str, allowed: Sequence[Sequence[int]]) -> None:
-    """Every axis of ``operand`` has one of the allowed sizes; ``meaning`` is the shape in the SPEC's symbols."""
+    """Raise unless every axis has one of the allowed sizes; ``meaning`` is the shape in the SPEC's symbols."""
     shape = operand.shape
     if len(shape) == len(allowed):
         for size, sizes in zip(shape, allowed):
@@ -142,7 +142,7 @@ def with_axes(operand: Operand, ndim: int) -> Operand:
 
 def whole(value, name: str, minimum: int) -> int:
     """An integer argument that is at least ``minimum``."""
-    if type(value) is int or type(value).__name__ == "SymInt":  # of torch.export, where it stands for many lengths
+    if type(value) is int or type(value).__name__ == "SymInt":  # a length that torch.export leaves open
         number = value
     else:
         try:
@@ -165,7 +165,7 @@ def delay(value) -> int:
 
 
 def require_key_bias(bias_delay: int, bias: Operand | None) -> None:
-    """ValueError unless there is a bias, with four axes, that may be delayed so."""
+    """ValueError if a delay is given without a key bias (four axes, ``Lq`` axis 1)."""
     if bias_delay and (bias is None or bias.shape[2] != 1):
         what = "no bias" if bias is None else f"one per query and key, {bias.shape}"
         raise ValueError(f"bias_delay needs a key bias, (1|B, 1|Hkv|H, 1|Lk), got bias_delay={bias_delay} and {what}")
@@ -184,7 +184,7 @@ def real(value, name: str, minimum: float = -math.inf) -> float:
 
 
 def factor(value, name: str, dtype: str, minimum: float = -math.inf) -> float:
-    """``real``, and within the range of float32, in which ``dtype`` is computed unless it is float64."""
+    """``real``, within the range of float32 unless ``dtype`` is float64."""
     number = real(value, name, minimum)
     if abs(number) > LARGEST and dtype != "float64":
         raise ValueError(f"{name} must be at most 2**127 = 1.7e38, as {dtype} arrays are computed in float32, "
@@ -193,7 +193,7 @@ def factor(value, name: str, dtype: str, minimum: float = -math.inf) -> float:
 
 
 def softcap_of(value, dtype: str) -> float:
-    """The checked softcap, which is also divided by: 0 for none."""
+    """The checked softcap; 0 for none. It is also a divisor, so it must not be tiny."""
     number = factor(value, "softcap", dtype, 0.0)
     if 0 < number < 2.0**-126 and dtype != "float64":
         raise ValueError(f"softcap must be 0 (none) or at least 2**-126 = 1.2e-38, as {dtype} arrays are computed "
@@ -220,7 +220,7 @@ def wants_values_checked() -> bool:
 
 
 def require_same_device(operands: Iterable[Operand | None]) -> None:
-    """All on one device and from one library; ValueError or TypeError naming the first that differs."""
+    """Raise unless all are on one device and from one library; the error names the first that differs."""
     first: Operand | None = None
     for operand in operands:
         if operand is None:

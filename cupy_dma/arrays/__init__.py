@@ -5,7 +5,7 @@ Every array that enters the package becomes an ``Operand``: its shape, strides, 
 library they passed in, from their own allocator and on their current stream.
 
 Libraries: NumPy, CuPy, torch (CPU and CUDA), and anything with ``__dlpack__`` (viewed as NumPy or CuPy, and returned
-through the producer's own ``from_dlpack``). None but NumPy is imported before an array of that library is seen.
+through the producer's own ``from_dlpack``). All but NumPy are imported when the first array of theirs arrives.
 """
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class DlpackLibrary(Library):
 
 
 def is_tensor(array: Any) -> bool:
-    """Whether ``array`` is a torch tensor, without importing torch. ``torch.compile`` traces this and guards what it
-    reads, so it looks at the type alone."""
+    """Whether ``array`` is a torch tensor, without importing torch. Looks only at the type, because ``torch.compile``
+    guards on everything that is read here."""
     return hasattr(type(array), "__torch_function__")
 
 
@@ -85,8 +85,8 @@ def library_of(array: Any, name: str) -> Library:
     if (found := _library_of_type[kind]) is not None:
         return found
     if hasattr(array, "filled") and hasattr(array, "mask"):
-        raise TypeError(f"{name} must be an array without a mask of its own, got {kind.__module__}."
-                        f"{kind.__qualname__}: pass {name}.filled(...), or {name}.data to take masked elements, too")
+        raise TypeError(f"{name} must not be a masked array, got {kind.__module__}.{kind.__qualname__}: pass "
+                        f"{name}.filled(...), or {name}.data to include masked elements")
     if not (hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")):
         raise TypeError(f"{name} must be a numpy.ndarray, cupy.ndarray, torch.Tensor or an object with __dlpack__, "
                         f"got {kind.__module__}.{kind.__qualname__}")

@@ -1,12 +1,12 @@
-"""What the CUDA driver knows of streams: which one a handle means, whether it is being captured, and how far it is.
+"""Streams as the CUDA driver knows them: identity, capture status and progress.
 
-A handle does not identify a stream: 2 is the default stream of the calling thread (``CU_STREAM_PER_THREAD``), and the
-handle of a destroyed stream is given out again. ``stream_id`` does (``cuStreamGetId``: unique in a process).
+A handle does not identify a stream: handle 2 is the calling thread's default stream (``CU_STREAM_PER_THREAD``), and the
+handle of a destroyed stream is reused. ``stream_id`` (``cuStreamGetId``) is unique within a process.
 
-CuPy has no memory pools for graphs, so what is allocated during a capture must be held for as long as the graph or an
-executable made from it lives. ``hold_for_graph`` ties memory to the graph by a user object, whose destructor is the C
-library's ``sem_post``: the driver may call it from any thread, at any time, without the interpreter. Where there is
-none, on Windows, the memory is held for the life of the process.
+CuPy has no memory pools for graphs, so memory allocated during a capture must be held until the graph and every
+executable made from it are destroyed. ``hold_for_graph`` ties the memory to the graph with a CUDA user object, whose
+destructor is the C library's ``sem_post``: the driver may call it from any thread, at any time, without the
+interpreter. Windows has no ``sem_post``; there the memory is held until the process ends.
 """
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def library() -> ctypes.CDLL:
             return ctypes.CDLL(name)
         except OSError:
             continue
-    raise RuntimeError(f"the library of the CUDA driver ({' or '.join(names)}) cannot be loaded: it comes with the "
-                       "driver, and containers have it from --gpus (or --nv)")
+    raise RuntimeError(f"cannot load the CUDA driver's library ({' or '.join(names)}): install the driver; start a "
+                       "container with --gpus (or --nv)")
 
 
 def error_text(status: int) -> str:
@@ -70,7 +70,7 @@ def _context(index: int) -> ctypes.c_void_p:
 
 @functools.cache
 def _function(name: str) -> Any:
-    """A function of a stream and an address, which are converted faster when their types are known."""
+    """A function of a stream and an address. Declaring its argument types makes their conversion faster."""
     found = getattr(library(), name)
     found.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
     return found
@@ -89,7 +89,7 @@ def _ask(name: str, stream: int, index: int, result: Any) -> int:
 
 
 def stream_id(stream: int, index: int) -> int:
-    """A number that no other stream of the process has or will have. ``stream``: a raw handle on device ``index``."""
+    """The id of the raw ``stream`` on device ``index``: no other stream of the process ever has it."""
     if stream in LEGACY:
         return -1
     found = ctypes.c_ulonglong()
@@ -112,7 +112,7 @@ def is_capturing(stream: int, index: int) -> bool:
 
 @contextmanager
 def relaxed_capture() -> Iterator[None]:
-    """Let the calling thread load modules, allocate and wait although a stream is being captured."""
+    """Let the calling thread load modules, allocate and wait while a stream is being captured."""
     mode = ctypes.c_int(_RELAXED)
     library().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
     try:
@@ -125,7 +125,7 @@ class Event:
     """A point in a stream."""
 
     def __init__(self, stream: int, index: int):
-        """Behind the work that has been queued on the raw ``stream`` of device ``index`` by now."""
+        """Recorded behind all work queued so far on the raw ``stream`` of device ``index``."""
         self._handle, self._destroy = ctypes.c_void_p(), library().cuEventDestroy_v2
         _checked("cuCtxPushCurrent", library().cuCtxPushCurrent_v2(_context(index)))
         try:
@@ -135,7 +135,7 @@ class Event:
             library().cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
 
     def is_complete(self) -> bool:
-        """Whether that work has ended."""
+        """Whether that work has finished."""
         with relaxed_capture():
             return library().cuEventQuery(self._handle) == 0
 
@@ -148,7 +148,7 @@ class Event:
 
 
 class _GraphMemory:
-    """What is held for one graph."""
+    """The memory held for one graph."""
 
     def __init__(self, graph: ctypes.c_void_p):
         self.held: list[Any] = []
@@ -167,7 +167,7 @@ class _GraphMemory:
         _checked("cuGraphRetainUserObject", library().cuGraphRetainUserObject(graph, user_object, 1, _MOVE_REFERENCE))
 
     def is_over(self) -> bool:
-        """Whether the graph and all that was made of it have been destroyed."""
+        """Whether the graph and all executables made from it have been destroyed."""
         value = ctypes.c_int()
         if self._value is None:
             return False
@@ -180,8 +180,8 @@ _lock = threading.Lock()
 
 
 def hold_for_graph(stream: int, memory: Any) -> None:
-    """Hold ``memory`` for as long as the graph lives that is being captured from the raw ``stream``. Memory of graphs
-    that are gone is let go by the next such call."""
+    """Hold ``memory`` for the life of the graph that is being captured from the raw ``stream``. Also releases the
+    memory of graphs that have been destroyed."""
     status, capture, graph = ctypes.c_int(), ctypes.c_ulonglong(), ctypes.c_void_p()
     _checked("cuStreamGetCaptureInfo", library().cuStreamGetCaptureInfo_v2(
         ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(capture), ctypes.byref(graph), None, None))

@@ -1,4 +1,4 @@
-"""``Operand``, what a backend needs to know about an argument, and ``Library``, what is asked of an array library."""
+"""``Operand``: an argument as backends see it. ``Library``: the interface to one array library."""
 from __future__ import annotations
 
 import functools
@@ -21,11 +21,11 @@ class Device(NamedTuple):
 
 
 CPU = Device("cpu", 0)
-ALIGNMENT = 16  # bytes: of the addresses of programs; how far an argument lies behind a multiple is part of its kind
+ALIGNMENT = 16  # bytes: programs are specialised in an address modulo this
 NO_CONTEXT = nullcontext()
 
 
-@dataclass(slots=True, eq=False)  # never changed, but not frozen: a frozen one takes three times as long to construct
+@dataclass(slots=True, eq=False)  # immutable by convention: frozen=True takes three times as long to construct
 class Operand:
     """What a backend needs to know about one argument."""
 
@@ -44,7 +44,7 @@ class Operand:
 
 
 def strides_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides as far as they matter: 0 for an axis of length 1."""
+    """The strides, with 0 for axes of length 1, where they do not matter."""
     return tuple([0 if n == 1 else stride for n, stride in zip(shape, strides)]) if 1 in shape else strides
 
 
@@ -88,7 +88,7 @@ class Library:
         raise NotImplementedError
 
     def allocator(self, shape: tuple[int, ...], dtype: str, device: Device) -> Callable[[], Any]:
-        """What ``empty`` does, for many arrays of one kind."""
+        """A function that allocates an array like ``empty``, for repeated use."""
         return functools.partial(self.empty, shape, dtype, device)
 
     def to_numpy(self, array: Any) -> np.ndarray:
@@ -110,11 +110,11 @@ class Library:
         raise NotImplementedError
 
     def is_traced(self) -> bool:
-        """Whether a compiler traces this call, so that arrays have no values yet."""
+        """Whether a compiler is tracing this call, so that arrays have no values yet."""
         return False
 
     def is_exported(self) -> bool:
-        """Whether what is traced is a program for all lengths."""
+        """Whether the traced program is to work for all lengths (``torch.export``)."""
         return False
 
     def requires_grad(self, array: Any) -> bool:

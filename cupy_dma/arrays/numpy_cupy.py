@@ -53,8 +53,8 @@ class NumpyLibrary(Library):
 
 
 class CupyLibrary(NumpyLibrary):
-    """NumPy's functions on CUDA arrays; ``cumsum`` and ``search_right`` must be called within ``on``. What is allocated
-    within ``on`` while a graph is captured lives as long as the graph."""
+    """NumPy's functions on CUDA arrays; call ``cumsum`` and ``search_right`` within ``on``. Memory allocated within
+    ``on`` during a graph capture lives as long as the graph."""
 
     name = "cupy"
 
@@ -95,8 +95,8 @@ class CupyLibrary(NumpyLibrary):
 
     def from_numpy(self, array, device):
         if driver.is_capturing(self.stream(device), device.index):
-            raise RuntimeError("numbers in host memory cannot be copied to the GPU while a CUDA graph is captured: "
-                               "pass an array on the GPU")
+            raise RuntimeError("cannot copy numbers from host memory while a CUDA graph is captured: pass an array on "
+                               "the GPU")
         with self.on(device):
             return self.xp.asarray(array)
 

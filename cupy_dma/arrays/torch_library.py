@@ -11,10 +11,10 @@ from cupy_dma.arrays.library import CPU, Device, Library, Operand, numpy_dtype
 
 
 def _in_numpy(array):
-    """The memory of a CPU tensor. ``Tensor.numpy()`` would forbid its storage to be resized, as FSDP does with that of
+    """A NumPy view of a CPU tensor. ``Tensor.numpy()`` would pin the size of its storage, which FSDP changes for
     parameters."""
     found = np.from_dlpack(array)
-    return found if found.flags.writeable else array.numpy()  # DLPack's first version does not say
+    return found if found.flags.writeable else array.numpy()  # unversioned DLPack counts as read-only
 
 
 class TorchLibrary(Library):
@@ -24,7 +24,7 @@ class TorchLibrary(Library):
         import torch
 
         self.xp, self._forward_ad, self._is_compiling = torch, torch.autograd.forward_ad, torch.compiler.is_compiling
-        # A torch that does not know whether it exports at least knows that it traces.
+        # Older versions of torch cannot tell export from compilation.
         self._is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
         names = ("float16", "bfloat16", "float32", "float64", "bool", "uint8", "int8", "int16", "int32", "int64")
         self._type_of = {name: getattr(torch, name) for name in names}
@@ -39,7 +39,7 @@ class TorchLibrary(Library):
         return found
 
     def describe(self, array, name):
-        plain = self._is_compiling()  # then there is neither memory nor anything strange
+        plain = self._is_compiling()  # traced tensors have no memory and none of the special kinds
         if not plain and (self._forward_ad._current_level >= 0 or array.is_neg()):
             array = torch_tensors.in_memory(self.xp, array, name)
         try:
@@ -60,7 +60,7 @@ class TorchLibrary(Library):
                        pointer)
 
     def _traced_pointer(self, array):
-        """None where ``torch.export`` traces with tensors that have no memory, so that nothing can be launched."""
+        """None where ``torch.export`` traces tensors that have no memory; nothing can be launched then."""
         try:
             return array.data_ptr()
         except RuntimeError:

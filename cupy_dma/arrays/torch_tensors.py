@@ -1,6 +1,6 @@
-"""torch tensors that are not simply numbers in memory: what a kernel cannot read, and what to do instead.
+"""torch tensors that a kernel cannot read directly, and what is done about them.
 
-    negative or conjugate bit, zero tensor     their values are written to memory: the result is that of the values
+    negative or conjugate bit, zero tensor     copied to plain memory first
     tangent (forward-mode AD)                  NotImplementedError: the tangent would be lost
     vmap, jvp, grad of torch.func              NotImplementedError: there are no rules for them
     sparse, nested, meta, fake, other layouts  TypeError
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def has_tangent(torch: Any, tensor: Any) -> bool:
-    """Whether forward-mode AD follows this tensor."""
+    """Whether the tensor carries a forward-mode tangent."""
     forward_ad = torch.autograd.forward_ad
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
 
@@ -24,14 +24,14 @@ def tangent_error(name: str) -> NotImplementedError:
 
 
 def in_memory(torch: Any, tensor: Any, name: str) -> Any:
-    """The tensor with its values in memory: itself, or a copy where its negative or conjugate bit is set."""
+    """The tensor itself, or a plain copy if its negative or conjugate bit is set."""
     if has_tangent(torch, tensor):
         raise tangent_error(name)
     return tensor.resolve_conj().resolve_neg()
 
 
 def written_out(torch: Any, tensor: Any, name: str) -> Any:
-    """A zero tensor (what autograd keeps for a gradient that is known to be 0) in memory; others have no address."""
+    """A zero tensor (autograd's stand-in for a gradient known to be 0), which has no address, as plain memory."""
     if not tensor._is_zerotensor():
         raise unreadable(torch, tensor, name)
     return tensor.clone()
@@ -66,5 +66,5 @@ def unreadable(torch: Any, tensor: Any, name: str) -> Exception:
     if tensor.is_meta:
         return TypeError(f"{name} is on the torch device meta, which has no data; allowed are cpu and cuda. For "
                          f"shapes alone use torch._subclasses.FakeTensorMode")
-    return TypeError(f"{name} must be a tensor with memory that can be read, got {type(tensor).__name__} "
+    return TypeError(f"{name} must be a tensor with readable memory, got {type(tensor).__name__} "
                      f"({tensor.layout} on {tensor.device}); convert it to a plain torch.Tensor on cpu or cuda")

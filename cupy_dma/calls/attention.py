@@ -20,8 +20,8 @@ from cupy_dma.masks.windows import window_of
 
 def attention_call(query: Any, key: Any, value: Any, mask: Any, bias: Any, options: Options,
                    layout: str | None = "bnhd") -> AttentionCall:
-    """The checked arguments of ``cupy_dma.attention``, in our layout. Raises what it documents; warns only where the
-    caller has not given a layout, None."""
+    """The checked arguments of ``cupy_dma.attention``, as ``(B, L, H, D)``. Raises what it documents. Warns about a
+    probable ``"bhnd"`` call only if ``layout`` is None."""
     q, k, v = describe_qkv(query, key, value)
     if layout is None:
         warn_if_bhnd(q, k, 4)

@@ -12,7 +12,7 @@ from cupy_dma.calls.run import takes_value_dim
 from cupy_dma.calls.scores import Recipe
 from cupy_dma.calls.types import AttentionBackwardCall, AttentionCall
 
-#: what may have a gradient; scores, given or computed, are the bias
+#: arguments that can have a gradient; scores, given or computed, count as the bias
 INPUTS = ("query", "key", "value", "bias", "dt_proj", "A", "dt_bias")
 Upstream = tuple[Operand, Operand, Operand, Operand | None]  # dout, out, lse, dlse in the caller's shapes
 
@@ -77,8 +77,8 @@ def attention_gradients(call: AttentionCall, upstream: Upstream, needs: frozense
 
 def chain_gradients(call: AttentionCall, recipe: Recipe | None, upstream: Upstream, needs: frozenset[str],
                     module: ModuleType) -> dict[str, Any]:
-    """``attention_gradients`` by name, and with the ``recipe`` of the scores, which are the call's bias then, those of
-    ``dt_proj``, ``A`` and ``dt_bias``; that of ``value`` has both terms, added before it is rounded."""
+    """``attention_gradients`` by name. With a ``recipe``, whose scores are the call's bias, also the gradients of
+    ``dt_proj``, ``A`` and ``dt_bias``; the gradient of ``value`` is then the sum of both terms, rounded once."""
     through_scores = frozenset() if recipe is None else needs - {"query", "key", "bias"}
     direct = needs.intersection(INPUTS[:4]) | ({"bias"} if through_scores else set())
     found = dict(zip(INPUTS, attention_gradients(call, upstream, direct, module)))
@@ -110,7 +110,7 @@ def backward_call(call: AttentionCall, upstream: Upstream, needs: frozenset[str]
 
 
 def contiguous_floats(operand: Operand, like: Operand) -> Operand:
-    """Contiguous, in the type of per-row and per-key numbers: float32, float64 for float64."""
+    """The operand, contiguous and in float32 (float64 for float64), the type of per-row and per-key numbers."""
     kind = "float64" if like.dtype == "float64" else "float32"
     if operand.dtype != kind:
         operand = operand.library.operand(operand.library.astype(operand.array, kind), operand.name)

@@ -1,6 +1,6 @@
-"""Values of another head dim ``Dv`` than that of queries and keys, ``D``, for backends that need them equal.
+"""Values with another head dim ``Dv`` than the ``D`` of queries and keys, on backends that need them equal.
 
-Zero columns behind the narrower of the two change neither logits nor outputs, and their gradients are cut off again.
+The narrower arrays get zero columns, which change neither logits nor outputs; the gradients of these are cut off again.
 """
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cupy_dma.calls.types import AttentionBackwardCall, AttentionCall
 
 
 def with_equal_dims(call: AttentionCall) -> AttentionCall:
-    """The call with query, key and value of the larger of the two head dims."""
+    """The call with query, key and value padded to the larger head dim."""
     size, library = max(call.head_dim, call.value_dim), call.query.library
     with library.on(call.query.device):
         query, key, value = (widened(x, size) for x in (call.query, call.key, call.value))
@@ -21,7 +21,7 @@ def with_equal_dims(call: AttentionCall) -> AttentionCall:
 
 
 def backward_with_equal_dims(call: AttentionBackwardCall) -> AttentionBackwardCall:
-    """The same of a backward call."""
+    """The backward call, padded likewise."""
     own = with_equal_dims(call.forward)
     with own.query.library.on(own.query.device):
         dout, out = (widened(x, own.head_dim) for x in (call.dout, call.out))
@@ -29,12 +29,12 @@ def backward_with_equal_dims(call: AttentionBackwardCall) -> AttentionBackwardCa
 
 
 def movable(library: Library, array: Any, dtype: str) -> Any:
-    """The array in a type that every copy supports: bfloat16 is viewed as 16-bit integers."""
+    """The array in a type that every library can copy: bfloat16 is viewed as 16-bit integers."""
     return array.view(library.xp.int16) if dtype == "bfloat16" else array
 
 
 def widened(operand: Operand, size: int) -> Operand:
-    """``operand (..., d)`` with zero columns up to ``size``. To be called within ``library.on``."""
+    """``operand (..., d)`` with zero columns up to ``size``. Call within ``library.on``."""
     d, library, array = operand.shape[-1], operand.library, operand.array
     if d == size:
         return operand

@@ -106,7 +106,7 @@ def check_mask(mask: Any, q: Operand, k: Operand, describe_dense: Any) -> tuple[
 
 
 def check_interval(mask: IntervalMask, q: Operand, meaning: str, allowed: tuple[tuple[int, ...], ...]) -> None:
-    """The mask has one of the allowed sizes in every axis, and query's library and device."""
+    """Check the mask's size in every axis, its library and its device."""
     for size, sizes in zip(mask.shape, allowed):
         if size not in sizes:
             raise checks.wrong_shape("mask", meaning, allowed, mask.shape)

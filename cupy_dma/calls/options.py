@@ -1,4 +1,4 @@
-"""Arguments that come in groups, as they are given to the public functions, and their checks."""
+"""Groups of arguments, as the caller passes them to the public functions, and their checks."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from cupy_dma.masks.windows import Window, window_of
 
 @dataclass(slots=True)
 class Options:
-    """How the keys are attended to."""
+    """Options of the attention, whatever the mask."""
 
     causal: bool = False
     scale: float | None = None  # None: D^-0.5
@@ -22,7 +22,7 @@ class Options:
     sink_logits: Any = None
 
     def checked(self, query: Operand) -> tuple[bool, float, float, bool, int, Operand | None]:
-        """The options in this order, each with its value."""
+        """The checked options, in the order of the fields."""
         scale = query.shape[3] ** -0.5 if self.scale is None else checks.factor(self.scale, "scale", query.dtype)
         usual = self.softcap == 0.0 and type(self.softcap) is float
         softcap = 0.0 if usual else checks.softcap_of(self.softcap, query.dtype)
@@ -32,8 +32,8 @@ class Options:
 
 @dataclass(slots=True)
 class Selection:
-    """Which keys are attended to: those of the best ``scores``, which ``dt_proj``, ``A`` and ``dt_bias`` make of the
-    values where none are given."""
+    """Which keys a query sees: those with the best ``scores``. If None, scores are computed from the values with
+    ``dt_proj``, ``A`` and ``dt_bias``."""
 
     scores: Any
     window: Any
@@ -46,8 +46,8 @@ class Selection:
     documents: Any = None
 
     def checked(self, causal: bool) -> tuple[Window, bool]:
-        """The window, for any number of heads, and whether the attention must apply causality itself: prefix masks are
-        causal by construction. ValueError for arguments that do not go together."""
+        """The window, not yet checked against the number of heads, and whether the attention itself must be causal:
+        prefix masks already are. ValueError for arguments that contradict each other."""
         window = window_of(self.window)
         checks.choice(self.keys, "keys", ("prefix", "global"))
         causal = checks.flag(causal, "causal")
@@ -65,7 +65,7 @@ class Selection:
 
 @dataclass(slots=True)
 class Packing:
-    """Where the sequences of a packed batch are."""
+    """Where the sequences of a packed batch begin and end."""
 
     cu_seqlens_q: Any
     cu_seqlens_k: Any = None

@@ -16,7 +16,7 @@ from cupy_dma.masks.interval import IntervalMask
 
 
 def run(call: AttentionCall, return_lse: bool, module: ModuleType) -> Any:
-    """``out`` or ``(out, lse)`` of a call on the backend ``module``, as the caller gets them."""
+    """``out`` or ``(out, lse)`` of a call on the backend ``module``, as arrays of the caller's library."""
     return _delivered(call, attend(call, module), return_lse)
 
 
@@ -26,8 +26,8 @@ def run_dynamic(call: DynamicCall, return_lse: bool, module: ModuleType) -> Any:
 
 
 def attend(call: AttentionCall, module: ModuleType) -> tuple[Any, Any]:
-    """``out, lse`` of a call: those of the backend ``module``, for the head dims and without the sinks that it takes,
-    and what that leaves to do."""
+    """``out, lse`` of a call on the backend ``module``. Head dims are padded if it needs them equal; sinks are added
+    here."""
     own = call if call.sinks is None else replace(call, sinks=None)
     if call.value_dim != call.head_dim and not takes_value_dim(own, module):
         own = with_equal_dims(own)
@@ -35,7 +35,7 @@ def attend(call: AttentionCall, module: ModuleType) -> tuple[Any, Any]:
 
 
 def takes_value_dim(call: Any, module: ModuleType) -> bool:
-    """Whether a backend takes this call (forward or backward), whose values have another head dim than its keys."""
+    """Whether a backend supports ``Dv != D`` for this call (forward or backward)."""
     takes = getattr(module, "takes_value_dim", None)
     return takes is not None and takes(call)
 
@@ -50,7 +50,7 @@ def _finished(call: AttentionCall, out: Any, lse: Any) -> tuple[Any, Any]:
 
 
 def attended(call: DynamicCall, module: ModuleType) -> tuple[Any, Any, bool]:
-    """``out, lse`` of a dynamic call, and whether by a mask: for few queries a backend may do without."""
+    """``out, lse`` of a dynamic call, and whether a mask was built: for few queries a backend may not need one."""
     scores = scores_of(call, module)
     attend_last = getattr(module, "attend_last", None)
     if attend_last is not None and call.attention.sequences is None:
@@ -61,7 +61,7 @@ def attended(call: DynamicCall, module: ModuleType) -> tuple[Any, Any, bool]:
 
 
 def attention_of(call: DynamicCall, module: ModuleType) -> AttentionCall:
-    """The attention of a dynamic call, with what its scores select."""
+    """The attention call of a dynamic call, with the mask that its scores select."""
     return masked(call, scores_of(call, module), module)
 
 
@@ -74,7 +74,7 @@ def scores_of(call: DynamicCall, module: ModuleType) -> Operand:
 
 
 def masked(call: DynamicCall, scores: Operand, module: ModuleType) -> AttentionCall:
-    """The attention call with the mask that these scores select and, as key bias, the scores."""
+    """The attention call with the mask that these scores select, and the scores as key bias."""
     mask = IntervalMask._selected(scores, call.window, call.keys, call.candidates, module)
     attention = call.attention
     if attention.sequences is not None and attention.sequences.page_table is not None:
@@ -83,7 +83,7 @@ def masked(call: DynamicCall, scores: Operand, module: ModuleType) -> AttentionC
 
 
 def _delivered(call: AttentionCall, results: tuple[Any, Any], return_lse: bool) -> Any:
-    """Results as the caller gets them; those of packed sequences have no batch axis."""
+    """Results in the caller's library and shape; those of packed sequences have no batch axis."""
     export, (out, lse) = call.query.library.export, results
     if call.sequences is not None:
         out, lse = out[0], lse[0]

@@ -77,7 +77,7 @@ def sequences_of(q: Operand, k: Operand, cu_seqlens_q: Any, cu_seqlens_k: Any, s
 
 
 def known_values(operand: Operand | None, given: Any) -> Any:
-    """The values where they are known on the host: of lists, of arrays there, and with ``CUPY_DMA_CHECK=1``."""
+    """The values, if the host can read them without waiting (lists, host arrays) or ``CUPY_DMA_CHECK=1``; else None."""
     if operand is None or not (isinstance(given, (list, tuple)) or checks.values_known(operand)):
         return None
     return operand.library.to_numpy(operand.array)
@@ -88,8 +88,8 @@ def shown(found: Any) -> str:
 
 
 def check_bounds(found: Any, name: str, length: int, whose: str, tail_padding: bool) -> None:
-    """ValueError unless these cumulative lengths divide ``length`` rows into sequences, without ``tail_padding`` all
-    of them."""
+    """ValueError unless these cumulative lengths divide all ``length`` rows into sequences; with ``tail_padding`` rows
+    may be left over."""
     if found[0] != 0 or (found[1:] < found[:-1]).any() or found[-1] > length:
         raise ValueError(f"{name} must be cumulative lengths that start at 0, never decrease and end at {whose} length "
                          f"{length}{' at most' if tail_padding else ''}, got {shown(found)}")

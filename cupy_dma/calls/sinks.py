@@ -3,8 +3,8 @@
     lse'_i = log(exp(lse_i) + exp(sink))        out'_i = out_i * exp(lse_i - lse'_i)
     dsink  = sum over i of p_i * (dlse'_i - dout_i . out'_i),        p_i = exp(sink - lse'_i)
 
-A correction after the attention of any backend, whose backward pass needs no other: with ``out'`` and ``lse'`` in place
-of ``out`` and ``lse`` its formulas give the gradients of query, key, value and bias. Axes: ``lse (..., H, Lq)``,
+This correction follows the attention of any backend. The backward pass needs none: given ``out'`` and ``lse'`` in place
+of ``out`` and ``lse``, its formulas yield the gradients of query, key, value and bias. Axes: ``lse (..., H, Lq)``,
 ``out (..., Lq, H, Dv)``.
 """
 from __future__ import annotations
@@ -27,8 +27,8 @@ def check_sinks(sink_logits: Any, q: Operand) -> Operand | None:
 
 
 def shares(xp: Any, lse: Any, sinks: Any) -> tuple[Any, Any, Any]:
-    """How much of each row's probability the keys and the sink have, and the row's ``lse'``; ``lse`` without the sink.
-    A sink of -inf is none."""
+    """The shares of the keys and of the sink in each row's probability, and ``lse'``; ``lse`` excludes the sink. A sink
+    of -inf does not exist."""
     sinks = sinks[:, None]
     distance = lse - sinks
     ratio = xp.exp(-xp.abs(distance))

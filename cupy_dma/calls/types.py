@@ -11,7 +11,7 @@ from cupy_dma.masks.selection import Candidates
 from cupy_dma.masks.windows import Window
 
 
-@dataclass(slots=True, eq=False)  # not frozen for speed, but never changed
+@dataclass(slots=True, eq=False)  # immutable by convention: frozen=True is slow to construct
 class AttentionCall:
     """The checked arguments of a backend's ``attention``."""
 
@@ -27,9 +27,9 @@ class AttentionCall:
     scale: float
     softcap: float  # 0 = none
     deterministic: bool
-    # The bias of keys is added only where p_i - j >= bias_delay (SPEC section 16); 0: for every query, also ahead of j
+    # A key bias is added only where p_i - j >= bias_delay (SPEC section 16); 0: for every query, even those before j
     bias_delay: int = 0
-    # (H,). Those of the forward are added in run.py; a backward that makes ``out`` and ``lse`` anew needs them
+    # (H,). run.py adds them to the forward's results; a backward that recomputes ``out`` and ``lse`` needs them
     sinks: Operand | None = None
     sequences: Sequences | None = None  # varlen: packed in arrays of B = 1; key and value may be a paged KV cache
 
@@ -67,7 +67,7 @@ class AttentionCall:
         return self.key.shape[2]
 
 
-@dataclass(slots=True, eq=False)  # not frozen for speed, but never changed
+@dataclass(slots=True, eq=False)  # immutable by convention, as above
 class AttentionBackwardCall:
     """The checked arguments of a backend's ``attention_backward``. ``dout`` and ``out`` have contiguous rows and any
     strides of B, L and head, including 0; ``lse`` and ``dlse`` are contiguous."""
@@ -80,7 +80,7 @@ class AttentionBackwardCall:
     needs: frozenset[str]  # some of "query", "key", "value", "bias"; not empty, "bias" only if there is a bias
 
 
-@dataclass(slots=True, eq=False)  # not frozen for speed, but never changed
+@dataclass(slots=True, eq=False)  # immutable by convention, as above
 class DynamicCall:
     """The checked arguments of ``dynamic_mask_attention`` and its varlen twin: the scores, or the recipe for them."""
 

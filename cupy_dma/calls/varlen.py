@@ -75,8 +75,8 @@ def scores_of_keys(scores: Any, call: AttentionCall) -> tuple[Operand, Attention
 def candidates_of(call: AttentionCall, keys: str) -> Candidates:
     """Every sequence selects among its own keys: with a page table each is a batch entry, otherwise a document.
 
-    Only a sequence's keys in use are candidates. Prefix selection needs no test for that, as no query stands after
-    them; memory of a paged KV cache that no query sees may hold anything."""
+    Only keys in use are candidates. Prefix selection needs no check for that: no query stands after them. A paged KV
+    cache may hold anything in memory that no query sees."""
     sequences, library, device = call.sequences, call.query.library, call.query.device
     assert sequences is not None
     with library.on(device):
@@ -112,8 +112,8 @@ def visible_keys(mask: Any, call: AttentionCall) -> IntervalMask:
     assert sequences is not None
     if not isinstance(mask, IntervalMask):
         describe(mask, "mask")
-        raise NotImplementedError("mask must be an IntervalMask or None, got a dense array: a packed batch has no "
-                                  "rectangle of queries and keys; call attention() for each sequence instead")
+        raise NotImplementedError("mask must be an IntervalMask or None, got a dense array: packed sequences have no "
+                                  "(Lq, Lk) matrix; call attention() for each sequence instead")
     check_interval(mask, q, *_shape_of_keys(call))
     return mask if sequences.page_table is None else packed_mask(mask, sequences.batch)
 
@@ -130,8 +130,8 @@ def _per_key(array: Any, name: str, call: AttentionCall) -> Operand:
         meaning = meaning.replace("1|", "")
         allowed = (*((sizes[-1],) for sizes in allowed[:-2]), allowed[-2][1:], allowed[-1])
     if len(operand.shape) == 4 or (len(operand.shape) == 3 and sequences.page_table is None):
-        raise NotImplementedError(f"{name} must be one number per key, {meaning}, got shape {operand.shape}: a packed "
-                                  f"batch has no rectangle of queries and keys")
+        raise NotImplementedError(f"{name} must be one number per key, {meaning}, got shape {operand.shape}: packed "
+                                  f"sequences have no (Lq, Lk) matrix")
     checks.has_shape(operand, meaning, allowed)
     operand = checks.in_rows(operand)
     checks.require_same_device((call.query, operand))

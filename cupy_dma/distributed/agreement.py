@@ -1,14 +1,13 @@
-"""Whether all ranks make the same call, and who is to blame if one does not.
+"""Check that all ranks make the same call, and name the rank that does not.
 
-A *signature* is what ranks must agree on, by argument: sizes, types, options, which gradients are wanted. Lengths are
-no part of it. A call with a new signature compares it over the process group's key-value store before anything is sent,
-so that a rank with other arguments, a rank whose own arguments are wrong and a rank that does not come are named on all
-ranks. On GPUs a signature that has been agreed on is not compared again, unless ``CUPY_DMA_CHECK=1``: a warm call does
-no host work for it. In host memory every call compares a digest, by an all-gather of 8 bytes, and looks at the store
-only where digests differ.
+A *signature* lists by argument what ranks must agree on: sizes, types, options, which gradients are wanted, but not
+lengths. A call with a new signature compares it over the process group's key-value store before anything is sent, so
+all ranks learn which rank has other arguments, has invalid arguments or is missing. On GPUs a signature that has been
+agreed on is not compared again, unless ``CUPY_DMA_CHECK=1``: a warm call does no host work for it. In host memory every
+call compares a digest, by an all-gather of 8 bytes, and reads the store only if digests differ.
 
-A rank that fails or stays away in a collective itself ends the wait of the others with the group's timeout. In host
-memory the error then names the ranks that did not come; on GPUs it is NCCL's.
+If a rank fails or stays away during a collective, the others wait until the group's timeout. In host memory the error
+then names the missing ranks; on GPUs it is NCCL's.
 """
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ import torch.distributed as dist
 from cupy_dma import checks
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
-GRACE = 2.0  # seconds for ranks that are about to time out as well to say that they came
+GRACE = 2.0  # seconds that other ranks get to report that they have also timed out
 
 
 class RankError(RuntimeError):
@@ -34,7 +33,7 @@ class RankError(RuntimeError):
 
 
 class _Group:
-    """What is known of a process group: kept as long as the group."""
+    """State of a process group, kept as long as the group."""
 
     def __init__(self, group: Any, device: torch.device):
         self.agreed: set[str] = set()
@@ -58,8 +57,8 @@ class Agreement:
     # ---- before anything is sent ------------------------------------------------------------------------------------
 
     def check(self, make: Callable[[], Mapping[str, Any]]) -> None:
-        """Compare the signature that ``make`` returns. What ``make`` raises, it raises here and, as a ``RankError``
-        that names this rank, on all others that compare theirs."""
+        """Compare the signature that ``make`` returns. An error of ``make`` is raised here and, as a ``RankError`` that
+        names this rank, on all other ranks that compare."""
         try:
             found = {"function": self.name, **make()}
             signature, failure = json.dumps({name: str(x) for name, x in found.items()}), None
@@ -90,7 +89,7 @@ class Agreement:
             raise failure
         if missing:
             raise RankError(f"{self.name}: {_ranks(missing)} did not make this call within {self._patience()}: failed "
-                            f"elsewhere, or repeats an earlier call where this rank's arguments are new")
+                            f"elsewhere, or repeats an earlier call while this rank's arguments are new")
         for rank, other in enumerate(given):
             if "error" in other:
                 raise RankError(f"{self.name}: rank {rank} failed: {other['error']}")
@@ -102,7 +101,7 @@ class Agreement:
                                     f"{other.get(name)} and rank 0 got {first[name]}")
 
     def _collected(self, prefix: str, timeout: timedelta) -> tuple[list[dict[str, str]], list[int]]:
-        """What the ranks have written, empty for those that have not in time; and these."""
+        """The signatures of all ranks, empty for those that did not write one in time; and which ranks these are."""
         deadline, given, missing = time.monotonic() + timeout.total_seconds(), [], []
         for rank in range(self.world):
             left = max(deadline - time.monotonic(), 0.01)
@@ -125,14 +124,14 @@ class Agreement:
             raise self._explained(error) from error
 
     def wait(self, work: Any) -> None:
-        """In host memory until it is done; on a GPU the current stream waits."""
+        """Wait for a collective: the host in host memory, the current stream on a GPU."""
         try:
             work.wait()
         except RuntimeError as error:
             raise self._explained(error) from error
 
     def _explained(self, error: RuntimeError) -> RankError:
-        """Who has not come as far as this collective."""
+        """Name the ranks that have not reached this collective."""
         prefix = f"cupy_dma/stage/{self.known.stages}"
         self.known.store.set(f"{prefix}/{self.rank}", "{}")
         _, missing = self._collected(prefix, timedelta(seconds=GRACE))

@@ -1,4 +1,4 @@
-"""The arguments of a call on one rank: checked, and what of them the ranks must agree on."""
+"""The arguments of a call on one rank: their checks, and what the ranks must agree on."""
 from __future__ import annotations
 
 from typing import Any, NamedTuple
@@ -18,10 +18,10 @@ from cupy_dma.distributed.survivors import Keep
 from cupy_dma.masks.windows import window_of
 from cupy_dma.torch.registration import is_deterministic
 
-UNBOUNDED = ("window must be an int, got None: every query of plain causal attention sees all earlier keys, so whole "
-             "shards would have to be sent; use ring attention, torch.distributed.tensor.experimental."
-             "context_parallel, or give a window: without scores it is a sliding window, and with documents one of the "
-             "longest document's length shows all of each document")
+UNBOUNDED = ("window must be an int, got None: causal queries see all earlier keys, so whole shards would have to be "
+             "sent; use ring attention, torch.distributed.tensor.experimental.context_parallel, or give a window: "
+             "without scores it is a sliding window; with documents, one as long as the longest document hides "
+             "nothing")
 
 
 def process_group(group: Any) -> Any:

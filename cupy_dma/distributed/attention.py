@@ -37,27 +37,27 @@ def context_parallel_attention(query: Tensor, key: Tensor, value: Tensor, scores
     key, value : float Tensor ``(B, n, Hkv, D)``
         The shard: one query for each key. Types and strides as for ``attention``.
     scores : float Tensor ``(B, Hkv, n)``, optional
-        Of the shard's keys. Or ``dt_proj``, ``A`` and optionally ``dt_bias`` and ``form``, as for ``key_scores``. With
-        neither, every query sees the last ``window`` keys, and there is no bias: plain attention in a sliding window.
+        Of the shard's keys. Or ``dt_proj``, ``A`` and optionally ``dt_bias`` and ``form``, as for ``key_scores``.
+        Without either there is no bias and every query sees the last ``window`` keys: a sliding window.
     window : int, or one int per kv head
         Keys kept per query, at least 1.
     group : ProcessGroup or one-dimensional DeviceMesh, optional
         Default: the default group. Ranks are those within the group.
     sinks, recent : int
-        How many first and last tokens of the sequence, or of each document, are kept as well; padding does not count.
+        First and last tokens of the sequence, or of each document, that are kept too; padding does not count.
     padding : bool Tensor ``(1|B, n)``, or integers 0 and 1, optional
         Of the shard: True or 1 = a real token.
     documents : int32 or int64 Tensor ``(1|B, n)``, optional
         Ids of the shard's tokens. Every change of id along the whole sequence begins a new document, which selects
-        among its own keys; one that goes on in the next shard has the same id there. From cumulative lengths:
+        among its own keys; a document that continues in the next shard keeps its id. From cumulative lengths:
         ``shard_sequence(document_ids(cu_seqlens, total), group)``.
     bias_delay, scale, softcap, deterministic, return_lse, backend
-        As for ``attention``: the scores are the bias, and distances are those in the whole sequence. The result has the
-        same bits on every run with the same number of ranks, with ``deterministic`` the gradients too.
+        As for ``attention``: the scores are the bias, and distances are those in the whole sequence. Repeated runs with
+        the same number of ranks give the same bits, with ``deterministic`` in the gradients too.
     room
-        Key and value are each ``buffer[:, R:]`` of a buffer with ``R = window + sinks + recent`` rows more (of the
-        widest window), as ``empty_with_room`` makes it; with a ``bias_delay`` ``R + min(bias_delay, R + n)``. Received
-        rows are written there; otherwise key and value are copied behind them. Change nothing in the buffer before the
+        Key and value are each ``buffer[:, R:]`` of a buffer with ``R = window + sinks + recent`` extra rows (of the
+        widest window; with a ``bias_delay`` ``R + min(bias_delay, R + n)``), as ``empty_with_room`` makes it. Received
+        rows are written there; without room, key and value are copied behind them. Do not change the buffer before the
         backward pass.
 
     Returns
@@ -70,14 +70,14 @@ def context_parallel_attention(query: Tensor, key: Tensor, value: Tensor, scores
     TypeError, ValueError
         An argument of this rank has the wrong type, shape or value; nothing has been sent.
     RankError
-        An argument of another rank was wrong, differs from this rank's, or a rank did not come; the message names the
-        rank and the argument. See ``agreement.py`` for what is compared when.
+        Another rank has an invalid argument or one that differs from this rank's, or is missing; the message names the
+        rank and the argument. ``agreement.py`` says what is compared when.
 
     Notes
     -----
     One all-gather of ``window + sinks + recent`` rows per kv head forward and one all-to-all of as many
     gradients backward (``exchanged_bytes``). If one rank runs the backward pass, all must: a rank without a loss of its
-    own calls ``(out * 0).sum().backward()``. Under ``torch.compile`` this call is a graph break; what is around it is
+    own calls ``(out * 0).sum().backward()``. Under ``torch.compile`` this call is a graph break; the code around it is
     compiled.
     """
     group = process_group(group)
@@ -113,8 +113,8 @@ def exchanged_bytes(batch: int, kv_heads: int, head_dim: int, dtype: torch.dtype
 
 
 def _ranked(scores: Tensor | None, key: Tensor) -> Tensor:
-    """The scores ``(B, Hkv, n)`` in the type in which they are ranked and sent; zeros without scores, so that the
-    newest key ranks highest."""
+    """The scores ``(B, Hkv, n)`` in the type that is ranked and sent; zeros if there are none, so that the newest key
+    ranks highest."""
     if scores is None:
         return torch.zeros((key.shape[0], key.shape[2], key.shape[1]), dtype=wide(key), device=key.device)
     return scores.to(torch.promote_types(scores.dtype, torch.float32)).contiguous()

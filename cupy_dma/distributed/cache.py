@@ -1,4 +1,4 @@
-"""A decode cache from a prompt whose shards are on several ranks: the state after the last of them."""
+"""A decode cache from a sharded prompt: every rank gets the state after the last token."""
 from __future__ import annotations
 
 from typing import Any
@@ -19,10 +19,10 @@ from cupy_dma.distributed.survivors import Keep, Own
 @torch.no_grad()
 def fill_cache(cache: DynamicCache, key: Tensor, value: Tensor, scores: Tensor, group: Any = None, *,
                padding: Tensor | None = None) -> None:
-    """Replace what ``cache`` holds by a prompt whose consecutive shards are on the ranks of a process group.
+    """Fill ``cache`` with a prompt whose consecutive shards are on the ranks of a process group.
 
-    Every rank gets the same cache, as if it had been extended by the whole prompt, and can decode by itself: the
-    cache's ``window + sinks + recent`` rows are all that is left of the prompt.
+    Every rank gets the same cache, as if it had been extended by the whole prompt, and can decode by itself. The
+    cache's former contents are lost; of the prompt it keeps ``window + sinks + recent`` rows.
 
     Parameters
     ----------

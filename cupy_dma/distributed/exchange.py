@@ -3,8 +3,8 @@
     forward    own key, value, scores (n)       -> history of key, value, scores (R + n), rank 0: (n)
     backward   gradients of the history         -> own gradients + those that later ranks send, in the order of ranks
 
-Collectives are started on the current stream and waited for by it: with NCCL the host never waits. A gradient is the
-rank's own one, in its type, plus the sum over later ranks in float32 (float64 for float64), rounded once.
+Collectives are started on the current stream, which waits for them: with NCCL the host never waits. A gradient is the
+rank's own, in its type, plus the sum over later ranks in float32 (float64 for float64), rounded once.
 """
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Received(NamedTuple):
     headers: Tensor  # int64 (W, B, HEADER)
 
     def front(self, own: Own, keep: Keep, row: Row, ranks: int) -> tuple[Front, Tensor]:
-        """What is left of the first ``ranks`` of them, at least 1, and its rows ``(B, Hkv, R, words)``."""
+        """What this rank sees of the first ``ranks`` shards, at least 1, and its rows ``(B, Hkv, R, words)``."""
         rows, headers = self.rows[:ranks], self.headers[:ranks]
         first = None
         if own.documents is not None:
@@ -59,14 +59,14 @@ class Received(NamedTuple):
 
 
 class Exchange:
-    """One call on one rank: what has been sent and received, for the backward pass and the mask."""
+    """One call on one rank: what was sent and received, for the backward pass and the mask."""
 
     def __init__(self, own: Own, keep: Keep, row: Row, group: Any, agreement: Agreement, room: bool = False,
                  delay: int = 0):
         self.own, self.keep, self.row, self.group, self.agreement = own, keep, row, group, agreement
-        self.room = room  # whether key and value have memory of ours ahead of them
+        self.room = room  # whether key and value have memory to write to ahead of them
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
-        # Rows ahead of the shard's own, and the delay of their bias with which to attend.
+        # The number of rows ahead of the shard's own, and the bias delay to attend with.
         self.ahead, self.delay = (0, delay) if self.rank == 0 else spread_rows(keep.rows, own.scores.shape[2], delay)
         self._delay = delay
         self.mask: IntervalMask | None = None
@@ -76,8 +76,8 @@ class Exchange:
     # ---- forward ----------------------------------------------------------------------------------------------------
 
     def send(self, key: Tensor, value: Tensor, wanted: bool = True) -> tuple[Any, Received]:
-        """Start the all-gather: the work to wait for, and where its results will be. ``wanted``: whether any rank looks
-        at the rows of this one."""
+        """Start the all-gather. Returns the work to wait for and where its results will be. ``wanted``: whether any
+        rank reads the rows of this one."""
         batch, heads, _ = self.own.scores.shape
         shape = batch, heads, self.keep.rows, self.row.words(True)
         size = shape[0] * shape[1] * shape[2] * shape[3]
@@ -134,7 +134,7 @@ class Exchange:
     # ---- backward ---------------------------------------------------------------------------------------------------
 
     def send_back(self, gradients: tuple[Tensor | None, ...]) -> list[Tensor | None]:
-        """The gradients of the rank's own key, value and scores, from those of its history. They may be overwritten."""
+        """The gradients of the rank's own key, value and scores, from those of its history, which are overwritten."""
         if self.world == 1:
             return list(gradients)
         blocks = self._returned(gradients)
@@ -165,8 +165,7 @@ class Exchange:
         return taken.view(later, *block).unbind(0) if later else ()
 
     def _addressed(self, gradients: tuple[Tensor | None, ...], block: tuple[int, ...]) -> Tensor:
-        """``(r, B, Hkv, R, words)``: the gradients of the front, each in the slot that its row came from; 0
-        elsewhere."""
+        """``(r, B, Hkv, R, words)``: the gradients of the front, each in the slot its row came from; 0 elsewhere."""
         found, (batch, heads, rows, words), ahead = self._front, block, self.ahead
         assert found is not None
         packed = torch.zeros((batch, heads, ahead, words), dtype=torch.int64, device=found.index.device)
@@ -175,7 +174,7 @@ class Exchange:
                 field.copy_(x[:, :ahead].transpose(1, 2))
         if gradients[2] is not None:
             self.row.scores(packed).copy_(gradients[2][..., :ahead])
-        slots = self.rank * rows  # one more for what is empty
+        slots = self.rank * rows  # one more, for empty slots
         sent = packed.new_zeros((batch, heads, slots + 1, words))
         place = torch.where(found.filled, found.index, slots)
         sent.scatter_(2, place[..., None].expand(*place.shape, words), packed)
@@ -192,13 +191,14 @@ class Exchange:
         index, empty = self._sent.index, self._sent.ordinal == 0
         if own.ndim == 4:
             own, index, empty = own.transpose(1, 2), index[..., None].expand_as(total), empty[..., None]
-        # Empty slots repeat the last one, in index and value, so that each row is written with one value only.
+        # Empty slots repeat the last one, in index and value, so that only one value is written to each row.
         total = torch.where(empty, total[:, :, -1:], total)
         own.scatter_(2, index, (own.gather(2, index).to(wide) + total).to(own.dtype))
 
 
 class _Joined(torch.autograd.Function):
-    """``Exchange.join``, differentiable. Its outputs go to one attention call only, whose gradients are new tensors."""
+    """``Exchange.join``, differentiable. Its outputs go to one attention call only, so it may overwrite their
+    gradients."""
 
     @staticmethod
     def forward(ctx: Any, exchange: Exchange, key: Tensor, value: Tensor, scores: Tensor) -> tuple[Tensor, ...]:

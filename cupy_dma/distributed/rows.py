@@ -3,8 +3,8 @@
     row of the forward    [ key: D | value: D | (to 8 bytes) score | ordinal: int32 | age: int32 | (to 8 bytes) ]
     row of the backward   [ dkey: D | dvalue: D | (to 8 bytes) dscore | (to 8 bytes) ]
 
-The age, how far the shard's end is behind the token, is there for a delayed bias only. Whole rows are moved, sorted and
-picked as words whatever their types; fields are views into them.
+The age, the distance from the token to the end of its shard, is present with a delayed bias only. Whole rows are moved,
+sorted and picked as words, whatever their types; fields are views into them.
 """
 from __future__ import annotations
 
@@ -61,8 +61,7 @@ class Row(NamedTuple):
 
 
 def picked(x: Tensor, index: Tensor) -> Tensor:
-    """Rows ``(B, Hkv, R, D)`` of ``x (B, n, Hkv, D)`` at ``index (B, Hkv, R)``; zeros where there are no rows at
-    all."""
+    """Rows ``(B, Hkv, R, D)`` of ``x (B, n, Hkv, D)`` at ``index (B, Hkv, R)``; zeros if ``x`` has no rows."""
     x = x.transpose(1, 2)
     wide = index[..., None].expand(*index.shape, x.shape[3])
     return x.gather(2, wide) if x.shape[2] else torch.zeros(wide.shape, dtype=x.dtype, device=x.device)
@@ -70,12 +69,11 @@ def picked(x: Tensor, index: Tensor) -> Tensor:
 
 def empty_with_room(batch: int, length: int, kv_heads: int, head_dim: int, rows: int, *, dtype: torch.dtype,
                     device: Any = None) -> Tensor:
-    """An uninitialised tensor ``(batch, length, kv_heads, head_dim)`` for keys or values that has memory for ``rows``
-    more rows ahead of each batch entry: ``context_parallel_attention(..., room=True)`` puts what it receives there.
+    """An uninitialised tensor ``(batch, length, kv_heads, head_dim)`` for keys or values, with memory for ``rows`` more
+    rows ahead of each batch entry: ``context_parallel_attention(..., room=True)`` puts received rows there.
 
-    ``rows``: ``R = window + sinks + recent``, with a ``bias_delay`` ``R + min(bias_delay, R + length)``. It is
-    ``buffer[:, rows:]`` of a buffer with ``rows + length`` rows, and so may be any other tensor that is passed with
-    ``room=True``.
+    ``rows``: ``R = window + sinks + recent``, with a ``bias_delay`` ``R + min(bias_delay, R + length)``. The tensor is
+    ``buffer[:, rows:]`` of a buffer with ``rows + length`` rows; any such slice can be passed with ``room=True``.
     """
     return torch.empty((batch, rows + length, kv_heads, head_dim), dtype=dtype, device=device)[:, rows:]
 
@@ -87,7 +85,7 @@ def has_room(x: Tensor, rows: int) -> bool:
 
 
 def with_rows_ahead(x: Tensor, rows: int) -> Tensor:
-    """``x (B, n, Hkv, D)`` with the ``rows`` rows of memory ahead of each batch entry, ``(B, rows + n, Hkv, D)``: the
-    same memory, without autograd's count of changes, as what is written there is no part of ``x``."""
+    """``x (B, n, Hkv, D)`` with the ``rows`` rows of memory ahead of each batch entry, ``(B, rows + n, Hkv, D)``. It
+    does not share autograd's version counter, because writes there do not change ``x``."""
     batch, n, heads, size = x.shape
     return x.data.as_strided((batch, rows + n, heads, size), x.stride(), x.storage_offset() - rows * x.stride(1))

@@ -1,12 +1,12 @@
-"""What stands around attention in a model whose sequences are sharded: shards, positions, losses.
+"""Sharded sequences outside attention: shards, positions, losses.
 
     ids  = shard_sequence(ids, group)                        # (B, N) -> this rank's (B, n)
     at   = shard_positions(n, group)                         # for rotary embeddings
     loss = shard_mean(losses.sum(), losses.numel(), group)   # of all tokens, on every rank
     full = gather_sequence(x, group)                         # (B, n, ...) -> (B, N, ...) on every rank
 
-A batch that is cut must be the same on all ranks of the group. Targets are shifted before they are cut:
-``shard_sequence(ids[:, :-1])`` and ``shard_sequence(ids[:, 1:])`` belong together, with no token lost between shards.
+The batch to cut must be the same on all ranks of the group. Shift targets before cutting: ``shard_sequence(ids[:,
+:-1])`` and ``shard_sequence(ids[:, 1:])`` belong together, and no token is lost between shards.
 """
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from cupy_dma.distributed.survivors import HEADER, open_document, open_tokens, o
 
 
 def shard_lengths(total: int, world: int) -> list[int]:
-    """The lengths of the shards of ``total`` tokens: as equal as can be, longer ones first."""
+    """The lengths of the shards of ``total`` tokens: as equal as possible, longer ones first."""
     each, more = divmod(checks.whole(total, "total", 0), checks.whole(world, "world", 1))
     return [each + (rank < more) for rank in range(world)]
 
@@ -59,8 +59,8 @@ def shard_sequence(x: Tensor, group: Any = None, *, dim: int = 1) -> Tensor:
 def gather_sequence(x: Tensor, group: Any = None, *, dim: int = 1) -> Tensor:
     """The whole sequence on every rank, from its shards, which may differ in length.
 
-    The gradient of a shard is the sum of what all ranks have for it, in their order. Where every rank computes the same
-    loss from the result, scale the loss by ``1 / world``.
+    The gradient of a shard is the sum over all ranks, in their order. If every rank computes the same loss from the
+    result, scale the loss by ``1 / world``.
 
     Parameters
     ----------
@@ -83,7 +83,7 @@ def gather_sequence(x: Tensor, group: Any = None, *, dim: int = 1) -> Tensor:
 
     Notes
     -----
-    The result's shape depends on lengths that only the ranks know: two collectives, and the host waits for the first.
+    The result's shape depends on lengths known only to the ranks: two collectives, and the host waits for the first.
     """
     group = process_group(group)
     agreement = Agreement("gather_sequence", group, getattr(x, "device", torch.device("cpu")))
@@ -131,7 +131,7 @@ class _Gather(torch.autograd.Function):
 
 def document_ids(cu_seqlens: Any, total: int, *, device: Any = None) -> Tensor:
     """Ids ``(1, total)`` of packed documents, int32, from their cumulative lengths ``(documents + 1,)``, which start at
-    0 and end at ``total``: what ``shard_sequence`` cuts into the ``documents`` of each rank."""
+    0 and end at ``total``. Cut them with ``shard_sequence`` into the ``documents`` of each rank."""
     bounds = torch.as_tensor(cu_seqlens, device=device)
     if bounds.ndim != 1 or not len(bounds) or bounds.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"cu_seqlens must be integers of shape (documents + 1,), got {tuple(bounds.shape)} of "
@@ -149,7 +149,7 @@ def document_ids(cu_seqlens: Any, total: int, *, device: Any = None) -> Tensor:
 @torch.compiler.disable
 def shard_positions(length: int, group: Any = None, *, padding: Tensor | None = None, documents: Tensor | None = None,
                     device: Any = None) -> Tensor:
-    """Where the tokens of this rank's shard stand, for rotary embeddings: one small all-gather, no waiting.
+    """The positions of this rank's tokens in the sequence, for rotary embeddings: one small all-gather, no waiting.
 
     Parameters
     ----------
@@ -200,7 +200,7 @@ def shard_positions(length: int, group: Any = None, *, padding: Tensor | None = 
 
 
 def shard_mean(total: Tensor, count: Any, group: Any = None, *, gradients: str = "mean") -> Tensor:
-    """The mean of something over the tokens of all ranks, such as the loss, from each rank's sum and count.
+    """The mean over the tokens of all ranks, for example of the loss, from each rank's sum and count.
 
     Parameters
     ----------
@@ -211,14 +211,14 @@ def shard_mean(total: Tensor, count: Any, group: Any = None, *, gradients: str =
     group
         As for ``shard_sequence``.
     gradients
-        ``"mean"``: parameters will get the mean over ranks of their gradients, as by DistributedDataParallel and FSDP
-        over this group, or over one that it is a part of. ``"sum"``: they will get the sum.
+        ``"mean"``: the optimizer averages the parameters' gradients over ranks, as DistributedDataParallel and FSDP do,
+        over this group or a larger one that contains it. ``"sum"``: it sums them.
 
     Returns
     -------
     Tensor ``()``
-        The same number on all ranks; NaN if all counts are 0. ``backward`` on every rank, then the mean or sum over the
-        group, gives the gradient of the mean over all tokens.
+        The same number on all ranks; NaN if all counts are 0. Calling ``backward`` on every rank and then averaging (or
+        summing) over the group gives the gradient of the mean over all tokens.
 
     Raises
     ------

@@ -1,12 +1,12 @@
-"""Which keys of earlier shards a rank needs, and the mask of its history: everything that needs no communication.
+"""Which keys of earlier shards a rank needs, and the mask of its history: all that needs no communication.
 
     survivors(own scores)          -> the R rows that later shards may see, and a header
-    front(rows, headers of q < r)  -> the R rows that this shard sees, oldest first, empty slots ahead of all
+    front(rows, headers of q < r)  -> the R rows that this shard sees, oldest first, after the empty slots
     history_mask(...)              -> the interval mask of [front | own keys]; query i stands at i + R
 
-``R = window + sinks + recent``. A shard's *open* document is its last one, the only one that can go on in the next
-shard; without documents the whole sequence is one. The *ordinal* of a token counts the real tokens (not padding) of its
-document up to itself, from 1. Nothing here reads a value on the host, and all shapes follow from the arguments.
+``R = window + sinks + recent``. A shard's *open* document is its last one, the only one that may continue in the next
+shard; without documents the whole sequence is one. The *ordinal* of a token is its number among the real tokens (not
+padding) of its document, from 1. Nothing here reads a value on the host, and all shapes follow from the arguments.
 """
 from __future__ import annotations
 
@@ -40,8 +40,7 @@ class Keep(NamedTuple):
 
 
 class Own(NamedTuple):
-    """A shard's scores ``(B, Hkv, n)``, without gradient, and which of its tokens are real and where documents
-    begin."""
+    """A shard's scores ``(B, Hkv, n)``, without gradient, its real tokens and its documents."""
 
     scores: Tensor
     padding: Tensor | None  # bool (1|B, n), True = a real token
@@ -93,7 +92,7 @@ def open_document(batch: int, n: int, padding: Tensor | None, documents: Tensor 
 
 
 def survivors(own: Own, keep: Keep) -> Survivors:
-    """The keys of a shard that the next position after it would see, if it went on with the same document."""
+    """The keys of a shard that the next position would see if it belonged to the same document."""
     batch, heads, n = own.scores.shape
     tokens, ordinal, header = open_document(batch, n, own.padding, own.documents, own.scores.device)
     if (best := _best_of_all(own, keep)) is not None:
@@ -110,7 +109,7 @@ def survivors(own: Own, keep: Keep) -> Survivors:
 
 
 def _best_of_all(own: Own, keep: Keep) -> Tensor | None:
-    """Their indices by the backend, where no token is left out and none is kept besides; else None."""
+    """Their indices from the backend, if all tokens are candidates and no others are kept; else None."""
     window, plain = keep.window, own.padding is None and own.documents is None
     if isinstance(window, tuple) or not plain or not keep.rows == window < own.scores.shape[2]:
         return None
@@ -139,8 +138,8 @@ def last_flagged(flags: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def open_tokens(headers: Tensor, first_id: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Which shards the document of the next token began in or passed through: bool ``(r, B)``, and their real tokens of
-    it, int64 ``(r, B)``. ``headers (r, B, HEADER)``; ``first_id (B,)``: the next token's document, None without."""
+    """Which shards contain part of the next token's document, bool ``(r, B)``, and how many real tokens of it, int64
+    ``(r, B)``. ``headers (r, B, HEADER)``; ``first_id (B,)``: that document, None without documents."""
     count = headers[..., 0]
     if first_id is None:
         return torch.ones_like(count, dtype=torch.bool), count
@@ -157,7 +156,7 @@ def open_tokens(headers: Tensor, first_id: Tensor | None) -> tuple[Tensor, Tenso
 
 
 def front(scores: Tensor, ordinal: Tensor, headers: Tensor, first_id: Tensor | None, keep: Keep) -> Front:
-    """The rows that a shard sees of those of ``r >= 1`` earlier ones.
+    """The rows of ``r >= 1`` earlier shards that a shard sees.
 
     ``scores`` and ``ordinal (r, B, Hkv, R)`` as the ranks sent them; ``headers`` and ``first_id`` as for
     ``open_tokens``.
@@ -190,7 +189,7 @@ def _best(scores: Tensor, valid: Tensor, window: Window) -> Tensor:
                           for head, size in enumerate(window)], 1)
     best = torch.zeros(scores.shape, dtype=torch.bool, device=scores.device)
     ranked = torch.where(valid, _ordered(scores), torch.iinfo(torch.int64).min)
-    if scores.dtype == torch.float64:  # no room for the position beside 64 bits: a stable sort knows it
+    if scores.dtype == torch.float64:  # 64 bits leave no room for the position: use a stable sort
         index = torch.sort(ranked, dim=2, stable=True).indices[..., -window:]
     else:
         index = torch.topk(ranked, window, dim=2, sorted=False).indices
@@ -198,8 +197,8 @@ def _best(scores: Tensor, valid: Tensor, window: Window) -> Tensor:
 
 
 def _ordered(scores: Tensor) -> Tensor:
-    """int64 that sort like ``(score, position)``, for float64 like the score: -0 equals +0, all NaN are equal and above
-    everything; never the lowest one."""
+    """int64 keys that sort like ``(score, position)``, for float64 like the score: -0 equals +0, all NaN are equal and
+    highest. The lowest int64 is never used."""
     limits = torch.iinfo(torch.int64 if scores.dtype == torch.float64 else torch.int32)
     bits = (scores + 0.0).view(torch.int64 if limits.bits == 64 else torch.int32)
     key = torch.where(scores.isnan(), limits.max, torch.where(bits < 0, bits ^ limits.max, bits))
@@ -227,14 +226,14 @@ def history_mask(own: Own, keep: Keep, found: Front, front_scores: Tensor) -> In
             stop = torch.minimum(stop, document_runs(describe(documents, "documents"), n + rows).open_end()[:, None])
     stop = torch.where(torch.nn.functional.pad(found.filled, (0, n), value=True), stop, 0)
     position = torch.arange(rows + n, dtype=torch.int32, device=scores.device)
-    # All runs start at their keys: T positions see what the first of them sees, and T - 1 keys that begin later.
+    # Every run starts at its key: T positions see what the first of them sees and at most T - 1 keys that begin later.
     return IntervalMask._make(library_named("torch"), position, stop, Hints("key", (min(rows, rows + n), 1)))
 
 
 def spread(found: Front, sent: Tensor, mask: IntervalMask, age: Tensor, n: int,
            delay: int) -> tuple[Front, Tensor, IntervalMask]:
-    """``found``, its rows ``sent (B, Hkv, R, words)`` and the mask of the history, with the rows as far apart as their
-    positions (``cache/distances.py``). ``age (B, Hkv, R)``: how far the shard's first token is ahead of them."""
+    """``found``, its rows ``sent (B, Hkv, R, words)`` and the mask of the history, spread so that the rows are as far
+    apart as their positions (``cache/distances.py``). ``age (B, Hkv, R)``: distance to the shard's first token."""
     rows = found.index.shape[2]
     total, _ = spread_rows(rows, n, delay)
     slot = torch.arange(rows, device=age.device)
@@ -261,8 +260,8 @@ def first_mask(own: Own, keep: Keep) -> IntervalMask:
 
 
 def _stop_besides(own: Own, keep: Keep, found: Front) -> Tensor:
-    """int32 ``(B, Hkv, R + n)``: where each key of the history stops to be a sink or recent, whatever its document's
-    end; at or before itself if it is neither."""
+    """int32 ``(B, Hkv, R + n)``: where each key of the history stops being a sink or recent, ignoring the end of its
+    document; at or before itself if it is neither."""
     batch, heads, n = own.scores.shape
     rows, device = keep.rows, own.scores.device
     real = torch.ones((1, n), dtype=torch.bool, device=device) if own.padding is None else own.padding
@@ -272,7 +271,7 @@ def _stop_besides(own: Own, keep: Keep, found: Front) -> Tensor:
     rank = ordinals(real, own.documents, found.total)
 
     def leaves(target: Tensor) -> Tensor:
-        """History index of the first own token up to which there are ``target (B, m)`` real ones."""
+        """History index of the first own token with ``target (B, m)`` real ones up to it."""
         there = torch.searchsorted(count, target.contiguous())
         return torch.where(there < n, there + rows, NEVER)
 
@@ -286,8 +285,8 @@ def _stop_besides(own: Own, keep: Keep, found: Front) -> Tensor:
 
 
 def ordinals(real: Tensor, documents: Tensor | None, before: Tensor) -> Tensor:
-    """int64 ``(B, n)``: how many real tokens each token's document has up to it, in this shard and in earlier ones.
-    ``real (B, n)``; ``before (B,)``: the real tokens in earlier shards of the document that the shard begins in."""
+    """int64 ``(B, n)``: the real tokens of each token's document up to it, in this shard and in earlier ones.
+    ``real (B, n)``; ``before (B,)``: those of the shard's first document in earlier shards."""
     count = real.long().cumsum(1)
     if documents is None or not real.shape[1]:
         return count + before[:, None]

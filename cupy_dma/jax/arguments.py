@@ -1,7 +1,7 @@
 """Arguments of the functions for jax arrays, checked when they are traced.
 
-The checks are those of all doors (``calls/``). They look at shapes and types, so they are given NumPy arrays of the
-same shapes and types, whose values, and whose memory, are not there.
+The checks are the shared ones of ``calls/``. They look at shapes and types only, so they get NumPy stand-ins of the
+same shapes and types, without values and without memory.
 """
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ def optional_array(x: Any, name: str) -> jax.Array | None:
 
 
 def rows(x: Any, name: str) -> jax.Array:
-    """``query``, ``key`` or ``value``. ValueError, with a hint at ``vmap``, unless it has four axes."""
+    """``query``, ``key`` or ``value``. ValueError, with a hint about ``vmap``, unless it has four axes."""
     array = as_array(x, name)
     if array.ndim != 4:
         hint = ""
         if array.ndim == 3:
-            hint = (f"; a function under jax.vmap needs a batch axis of its own, such as that of {name}[None], and can "
-                    f"be mapped over no axis but a batch: heads, positions and head dims belong to one call")
+            hint = (f"; a function under jax.vmap needs a batch axis of its own, such as that of {name}[None], and "
+                    f"only a batch axis can be mapped: heads, positions and head dims belong to one call")
         raise ValueError(f"{name} must have shape {_AXES[name]}, got {array.shape}{hint}")
     return array
 
 
 def stand_in(x: jax.Array | None) -> np.ndarray | None:
-    """A NumPy array of the same shape and type, which must not be read unless it has one row of booleans."""
+    """A NumPy stand-in of the same shape and type. Its values must not be read, except a single row of booleans."""
     if x is None:
         return None
     if x.dtype == jnp.bool_ and x.ndim > 1 and x.shape[-2] == 1:
@@ -62,7 +62,7 @@ def is_traced(*values: Any) -> bool:
 
 
 def require_static(**options: Any) -> None:
-    """TypeError for an option whose value is only known when a traced function runs."""
+    """TypeError for an option whose value is unknown until a traced function runs."""
     for name, value in options.items():
         if isinstance(value, (jax.Array, jax.core.Tracer)):
             what = "a traced value" if is_traced(value) else "an array"
@@ -71,28 +71,28 @@ def require_static(**options: Any) -> None:
 
 
 def on_gpu() -> bool:
-    """Whether jax computes on a GPU unless it is told otherwise."""
+    """Whether jax computes on a GPU by default."""
     device: Any = jax.config.jax_default_device
     return (jax.default_backend() if device is None else getattr(device, "platform", device)) in ("gpu", "cuda")
 
 
 def check_backend(backend: Any, x: jax.Array) -> None:
-    """Raise what ``backends.choose`` raises for arrays on jax's default platform, if a backend is named."""
+    """If a backend is named, raise what ``backends.choose`` raises for arrays on jax's default platform."""
     if backend is not None:
         backends.choose(backend, (Operand("query", None, library_named("numpy"), x.shape, (), x.dtype.name,
                                           Device("cuda" if on_gpu() else "cpu", 0), 0),))
 
 
 def in_bhnd(function: Callable[..., Any], layout: Any, arrays: dict[str, Any], options: dict[str, Any]) -> Any:
-    """``function`` of arrays ``(B, H, N, D)``; its first result is turned back if it has four axes. NotImplemented if
-    the layout is ours."""
+    """``function`` of arrays ``(B, H, N, D)``; its first result is transposed back if it has four axes. NotImplemented
+    if the layout is ``"bnhd"``."""
     if is_bnhd(layout):
         return NotImplemented
     turned = {name: jnp.swapaxes(_four_axes(x, name), 1, 2) for name, x in arrays.items()}
     try:
         found = function(**turned, **options, layout="bnhd")
     except ValueError as error:
-        raise ValueError(f"{error} (layout='bhnd': shapes are shown after the exchange of the axes 1 and 2)") from error
+        raise ValueError(f"{error} (layout='bhnd': shapes are shown with axes 1 and 2 swapped)") from error
     if isinstance(found, tuple):
         return jnp.swapaxes(found[0], 1, 2), *found[1:]
     return jnp.swapaxes(found, 1, 2) if found.ndim == 4 else found

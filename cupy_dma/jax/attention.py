@@ -105,7 +105,7 @@ def dynamic_mask_attention(query: Any, key: Any, value: Any, scores: Any = None,
     keys, padding, documents
         As for ``top_w``.
     causal
-        Prefix masks are causal by construction, so False is allowed only with ``keys="global"``.
+        Prefix masks are always causal; False is allowed only with ``keys="global"``.
 
     Returns
     -------
@@ -134,7 +134,7 @@ def dynamic_mask_attention(query: Any, key: Any, value: Any, scores: Any = None,
     checks.flag(return_lse, "return_lse")
     check_backend(backend, q)
     own = call.attention
-    if own.value_dim != own.head_dim and ranked is None:  # the scores are those of the value as it is
+    if own.value_dim != own.head_dim and ranked is None:  # scores are computed from the unpadded value
         ranked, parameters = key_scores(v, **parameters, form=form, backend=backend), {}
     others = candidates(padding, documents, own.batch, own.key_length)
     floats = {"query": q, "key": k, "value": v, "bias": None if ranked is None else widened(ranked), **parameters}

@@ -1,12 +1,12 @@
 """``vmap`` and ``shard_map``.
 
-A program under ``vmap`` is the same program with a larger batch: the new axis of every operand is merged with its axis
-B, and split off the results again. Parameters of scores have no axis B, so where they are mapped, or their gradients
-are wanted for every element, the elements run one after the other (``lax.map``).
+Under ``vmap`` the same program runs with a larger batch: the new axis of every operand is merged with its axis B and
+split off the results again. Parameters of scores have no axis B; if they are mapped, or their gradients are wanted for
+every element, the elements run one after the other (``lax.map``).
 
-Within ``shard_map`` a callback sees one shard. jax checks over which axes of the mesh a value varies; callbacks know
-nothing of that, so operands are made to vary alike before the call and results after it. The transpose of the first
-sums the gradients of replicated operands over the shards.
+Within ``shard_map`` a callback sees one shard. jax checks over which mesh axes a value varies, which callbacks do not
+know; so operands are made to vary alike before the call, and results after it. The transpose of the former sums the
+gradients of replicated operands over the shards.
 """
 from __future__ import annotations
 

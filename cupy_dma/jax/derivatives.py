@@ -4,9 +4,9 @@
     scored      floats         -> scores              gradients for the floats
     add_sinks   out, lse, sink_logits -> out, lse     gradients for all three (``calls/sinks.py``)
 
-``floats`` and ``others`` are dicts of arrays by name (``tasks.py``). The forward keeps its arguments and results, and
-what a dynamic call has selected; lists of keys are made again. Only gradients that jax asks for are computed. They have
-no derivatives of their own: ``custom_jvp`` says so to whoever differentiates again.
+``floats`` and ``others`` are dicts of arrays by name (``tasks.py``). The forward keeps its arguments, its results and
+the mask that a dynamic call selects; key lists are made again. Only gradients that jax asks for are computed. They
+cannot be differentiated again: ``custom_jvp`` raises an error that says so.
 """
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Wanted:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _run_once(task: Task, arrays: Arrays) -> Arrays:
-    """The results of a task in a function that is differentiated: it cannot be differentiated again."""
+    """The results of a task within a differentiated function: they cannot be differentiated again."""
     return run_program(task, arrays)
 
 

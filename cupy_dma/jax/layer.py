@@ -16,7 +16,7 @@ from cupy_dma.jax.masks import IntervalMask
 from cupy_dma.jax.scores import key_scores, top_w
 from cupy_dma.masks.windows import window_of
 
-# That of torch's nn.Linear: uniform up to 1 / sqrt(Hkv * D).
+# Like torch's nn.Linear: uniform up to 1 / sqrt(Hkv * D).
 _kernel_init = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 
 
@@ -31,28 +31,28 @@ class DynamicMaskAttention(nnx.Module):
         Keys kept per query, the highest-scored ones.
     sinks, recent : int
         The first ``sinks`` and the last ``recent`` keys are visible too, whatever their scores: up to ``window + sinks
-        + recent`` keys per query. Of whole sequences, without padding or documents.
+        + recent`` keys per query. For whole sequences only, without padding or documents.
     bias_delay : int
-        How many positions behind a key its score is added to the logits; the selection is not delayed.
+        Distance in positions from which on a key's score is added to the logits; the selection is not delayed.
     dt_bias : bool
         Also learn an offset per kv head.
     A_init : float
-        What all of ``A`` begins with.
+        Initial value of all of ``A``.
     form, keys, causal, scale, softcap, deterministic, backend
         As for ``cupy_dma.dynamic_mask_attention``.
     dtype
-        Of the parameters, float32 by default.
+        Of the parameters, by default float32.
     rngs : nnx.Rngs
         Its stream ``params`` initialises ``dt_proj``.
 
     Attributes
     ----------
     A : nnx.Param ``(Hkv,)``
-        Zeros by default, as in ``cupy_dma.torch.DynamicMaskAttention``: all scores are equal at first, every query sees
-        the last ``window`` keys, and only ``A`` gets a gradient until it has moved. With ``A_init=1.0`` the selection
-        goes by ``dt_proj`` from the first step on.
+        Zeros by default, as in ``cupy_dma.torch.DynamicMaskAttention``: at first all scores are equal, every query sees
+        the last ``window`` keys, and only ``A`` gets a gradient until it becomes nonzero. With ``A_init=1.0``
+        ``dt_proj`` decides the selection from the first step on.
     dt_proj : nnx.Linear
-        ``Hkv * D -> Hkv``; its ``kernel`` is the transpose of torch's ``weight``, and is initialised like that.
+        ``Hkv * D -> Hkv``; its ``kernel`` is the transpose of torch's ``weight``, with the same initialisation.
 
     Raises
     ------
@@ -143,8 +143,8 @@ class DynamicMaskAttention(nnx.Module):
         return mask | IntervalMask.sinks(n, self.sinks) if self.sinks else mask
 
     def _given(self, value: Any) -> dict[str, Any]:
-        """What ``dynamic_mask_attention`` takes for the scores: the parameters of a linear layer, or the scores made
-        with what has been put in its place, such as an adapter."""
+        """The arguments of ``dynamic_mask_attention`` for the scores: the parameters of a linear layer, or scores
+        computed with whatever has replaced it, such as an adapter."""
         if type(self.dt_proj) is nnx.Linear:
             bias = self.dt_proj.bias
             return {"dt_proj": self.dt_proj.kernel[...].T, "A": self.A[...], "form": self.form,

@@ -1,9 +1,9 @@
 """Masks of jax arrays.
 
-``cupy_dma.IntervalMask`` holds described arrays: addresses, strides, a device, and key lists that backends have cached
-on it. A traced value has none of these, and jax rebuilds a pytree around whatever it puts in place of the leaves. So
-jax has a mask of its own, which holds two arrays and the static hints and nothing else; how two masks combine is that
-of ``masks/runs.py``. The attention functions take both kinds, and ``IntervalMask.of`` converts.
+``cupy_dma.IntervalMask`` holds described arrays: addresses, strides, a device, and key lists cached by backends. A
+traced value has none of these, and jax rebuilds a pytree around whatever replaces its leaves. So jax has a mask of its
+own, which holds two arrays and the static hints only; ``masks/runs.py`` defines how two masks combine. The attention
+functions accept both kinds, and ``IntervalMask.of`` converts.
 """
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class IntervalMask(MaskOperators):
 
     See Also
     --------
-    top_w, of, causal, sliding_window, sinks, padding, from_gate : masks of selections, of other libraries, the usual
-    ones, and of learned eviction.
+    top_w, of, causal, sliding_window, sinks, padding, from_gate : selections, masks of other libraries, common masks,
+    learned eviction.
     """
 
     __slots__ = ("_hints", "start", "stop")
@@ -61,7 +61,7 @@ class IntervalMask(MaskOperators):
 
     @classmethod
     def _make(cls, start: Any, stop: Any, hints: Hints) -> IntervalMask:
-        """From arrays with three axes, or from what jax puts in their place."""
+        """From arrays with three axes, or whatever jax puts in their place."""
         mask = cls.__new__(cls)
         mask.start, mask.stop, mask._hints = start, stop, hints
         return mask
@@ -117,7 +117,7 @@ class IntervalMask(MaskOperators):
 
     @classmethod
     def sliding_window(cls, key_length: int, window: int | Sequence[int]) -> IntervalMask:
-        """Every position sees the last ``window`` keys, including its own; with several ints each head its own."""
+        """Every position sees the last ``window`` keys, including its own. Several ints: one window per head."""
         return cls.of(interval.IntervalMask.sliding_window(key_length, window))
 
     @classmethod
@@ -127,8 +127,8 @@ class IntervalMask(MaskOperators):
 
     @classmethod
     def from_gate(cls, bias: Any, *, delay: int, threshold: Any, sinks: int = 0) -> IntervalMask:
-        """Learned eviction: key ``j`` is visible at ``delay`` positions, from its own on, if ``bias[j] < threshold``
-        and ``j >= sinks``, and for ever otherwise. ``bias``: float ``(Lk,)``, ``(1|Hkv|H, Lk)`` or
+        """Learned eviction: if ``bias[j] < threshold`` and ``j >= sinks``, key ``j`` is visible at ``delay`` positions,
+        starting with its own; otherwise from its own on. ``bias``: float ``(Lk,)``, ``(1|Hkv|H, Lk)`` or
         ``(1|B, 1|Hkv|H, Lk)``; ``threshold`` may be traced."""
         gate = as_array(bias, "bias")
         if not jnp.issubdtype(gate.dtype, jnp.floating):
@@ -159,16 +159,16 @@ class IntervalMask(MaskOperators):
     def __or__(self, other: IntervalMask) -> IntervalMask:
         """Visible under either, where the two runs of every key touch or overlap.
 
-        ValueError where they do not. That they do is known of masks that start at their keys, such as those of
-        ``top_w`` and ``sliding_window``; of others the values decide, which cannot be read under ``jit``.
+        ValueError where they do not. Masks whose runs start at their keys, such as those of ``top_w`` and
+        ``sliding_window``, always touch; for others the values decide, which cannot be read under ``jit``.
         """
         if not isinstance(other, IntervalMask):
             return self._with(other, "|")
         self._meet(other, "|")
         known = self._hints.starts is not None and self._hints.starts == other._hints.starts
         if not known and is_traced(self.start, self.stop, other.start, other.stop):
-            raise ValueError("mask | mask needs masks whose runs are known to touch when it is traced, such as top_w "
-                             "and sliding_window; unite others outside of jit, or as dense masks")
+            raise ValueError("mask | mask needs masks whose runs are known to touch at trace time, such as top_w and "
+                             "sliding_window; combine others outside jit, or as dense masks")
         return self._of(union(jnp, self._runs, other._runs))
 
     @property
@@ -230,7 +230,7 @@ def _meeting(a: IntervalMask, b: IntervalMask, kv_heads: int, heads: int) -> Int
 
 
 def _per_head(arrays: Sequence[jax.Array], kv_heads: int, heads: int) -> list[jax.Array]:
-    """Arrays of which none is per kv head if another is per query head."""
+    """The arrays; if one is per query head, those per kv head are expanded to query heads."""
     if heads not in {x.shape[1] for x in arrays} or kv_heads in (1, heads):
         return list(arrays)
     return [jnp.repeat(x, heads // kv_heads, axis=1) if x.shape[1] == kv_heads else x for x in arrays]

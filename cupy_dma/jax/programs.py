@@ -1,17 +1,17 @@
 """Programs: a task for operands of fixed shapes and types, as a function of jax arrays.
 
-``jax.experimental.buffer_callback`` hands over the buffers of operands and results, on a CPU and on a GPU alike, so
-both share this code down to the backend. (``jax.pure_callback`` copies the results, and has no GPU side.) All that can
-be decided is decided when the program is made, that is when a function is traced:
+``jax.experimental.buffer_callback`` passes the buffers of operands and results, on a CPU and on a GPU alike, so both
+share this code down to the backend. (``jax.pure_callback`` copies the results and has no GPU side.) Everything possible
+is decided when the program is made, that is when a function is traced:
 
     on a GPU    the task is built as a program of the CUDA backend (``cuda/runtime/program.py``). The callback collects
                 addresses and launches on XLA's stream. The workspace is one more result, so XLA owns all memory and
                 may capture the launches in a command buffer, whose replays do not call Python.
-    else        a task that takes the array library, and every task of the numpy backend, runs on views of the buffers,
-                and its results are copied into theirs. On a GPU that allocates from CuPy's pool, and keeps the call out
-                of command buffers.
+    otherwise   tasks that need the array library, and all tasks of the numpy backend, run on views of the buffers, and
+                their results are copied into the result buffers. On a GPU this allocates from CuPy's pool and keeps the
+                call out of command buffers.
 
-XLA never lets a result share memory with an operand here, whatever is donated: no aliases are declared. An exception
+XLA never lets a result share memory with an operand here, even if it is donated: no aliases are declared. An exception
 in a callback becomes the call's ``JaxRuntimeError``, with its message and traceback.
 """
 from __future__ import annotations
@@ -43,8 +43,8 @@ def run_program(task: Task, arrays: dict[str, Any]) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=4096)
 def program_of(task: Task, operands: tuple[tuple[str, tuple[int, ...], str], ...], for_gpu: bool) -> Program:
-    """The program of a task for operands of these names, shapes and types. One for each kind: jax compiles eager calls
-    once for each callback. ``for_gpu``: where it is expected to run; it can run elsewhere, without one."""
+    """The program of a task for operands of these names, shapes and types, one for each combination: jax compiles eager
+    calls once per callback. ``for_gpu``: whether it is expected to run on a GPU; if not it runs without one."""
     return Program(task, operands, for_gpu)
 
 
@@ -74,8 +74,8 @@ class Program:
         return [*self.results.values(), *([((self.workspace,), "uint8")] if self.workspace else [])]
 
     def _build_all(self, for_gpu: bool) -> dict[Device, Any]:
-        """The programs for all devices of this process, or none. All now, for a captured call must not load kernels.
-        What is wrong with the backend is said when the call runs."""
+        """The programs for all devices of this process, or none. All are made now, because a captured call must not
+        load kernels. Problems of the backend are reported when the call runs."""
         devices = [CPU]
         if for_gpu:
             if self.task.backend not in (None, "cuda") or backends.why_not("cuda") is not None:
@@ -115,8 +115,7 @@ class Program:
             self.fill(device, context.stream, addresses, lambda: self._cupy_arrays(addresses, device))
 
     def fill(self, device: Device, stream: int, addresses: list[int], arrays: Any) -> None:
-        """Fill the results at the last of these addresses from the operands at the first. ``arrays()``: views of
-        them."""
+        """Fill the results, at the last of these addresses, from the operands at the first. ``arrays()`` views them."""
         program = self._programs.get(device)
         if program is not None:
             bits = 0
@@ -134,7 +133,7 @@ class Program:
         with cupy.cuda.Device(device.index), cupy.cuda.Stream.from_external(_Stream(stream)):
             if self.built and cupy.cuda.runtime.streamIsCapturing(stream):
                 raise RuntimeError("a captured call needs operands at multiples of 16 bytes; set "
-                                   "XLA_FLAGS=--xla_gpu_enable_command_buffer= to do without command buffers")
+                                   "XLA_FLAGS=--xla_gpu_enable_command_buffer= to disable command buffers")
             self._fill_directly(library_named("cupy"), device, arrays())
 
     def _fill_directly(self, library: Library, device: Device, arrays: list[Any]) -> None:

@@ -126,5 +126,5 @@ def keeps_all(window: Window, keys: str, others: dict[str, Any], length: int) ->
 
 
 def widened(scores: jax.Array) -> jax.Array:
-    """16-bit scores as float32: kernels rank those."""
+    """16-bit scores as float32, which the kernels rank."""
     return scores.astype(jnp.float32) if scores.dtype.itemsize == 2 else scores

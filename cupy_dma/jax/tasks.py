@@ -9,8 +9,8 @@
                                                                       out, lse, start, stop, and bias if computed
     backward               dout, dlse, out, lse, those of attention, dt_proj, A, dt_bias      gradients
 
-``bias`` are the scores in a dynamic call. Operands have been checked when the call was traced, and are contiguous, as
-XLA's buffers are. A task is hashable: with the shapes and types of its operands it identifies a program.
+In a dynamic call the scores are the ``bias``. Operands have been checked when the call was traced; XLA's buffers are
+contiguous. A task is hashable: with the shapes and types of its operands it identifies a program.
 """
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def _backward(task: Task, module: Any, given: Given) -> tuple[Any, ...]:
 
 _OPERATIONS = {"key_scores": _key_scores, "key_scores_backward": _key_scores_backward, "top_w": _top_w,
                "attention": _attention, "dynamic": _dynamic, "backward": _backward}
-#: the operands of each operation, in this order; those that a call does not have are left out
+#: the operands of each operation, in this order; those a call does not have are left out
 NAMES = {"key_scores": SCORE_INPUTS, "key_scores_backward": ("dscores", *SCORE_INPUTS),
          "top_w": ("scores", "padding", "documents"),
          "attention": (*INPUTS[:4], "start", "stop", "dense"),

@@ -1,4 +1,4 @@
-"""What ``cupy_dma.jax`` needs of jax, and since which version jax has it."""
+"""Which parts of jax ``cupy_dma.jax`` needs, and the jax version that introduced each."""
 from __future__ import annotations
 
 from importlib import import_module
@@ -14,7 +14,7 @@ NEEDED = (  # module, name, since
 
 
 def require_jax() -> None:
-    """ImportError where jax is not installed or lacks something; the message says what, and which version has it."""
+    """ImportError if jax is missing or too old; the message says what is missing and which version has it."""
     jax = _imported("jax")
     if jax is None:
         raise ImportError("cupy_dma.jax needs jax, which is not installed: pip install 'cupy_dma[jax]'")

@@ -1,4 +1,4 @@
-"""The constructors of masks that need no scores. All arrays are int32 and linear in the keys."""
+"""Mask constructors that need no scores. All arrays are int32, of size O(Lk)."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Constructors:
-    """A base of ``IntervalMask``. ``like``: an array that sets a mask's library and device; NumPy's without one."""
+    """Base of ``IntervalMask``. ``like``: an array whose library and device the mask gets; NumPy by default."""
 
     __slots__ = ()
 
@@ -27,7 +27,7 @@ class Constructors:
 
     @classmethod
     def causal(cls, key_length: int, *, like: Any = None) -> IntervalMask:
-        """Every position sees its own key and all earlier ones. ``like``: an array that sets library and device."""
+        """Every position sees its own key and all earlier ones. ``like``: the mask gets its library and device."""
         n = checks.whole(key_length, "key_length", 0)
         library, device = library_and_device(like)
         return cls._of(library, Runs(library.arange(0, n, device), library.full((n,), NEVER, "int32", device),
@@ -35,7 +35,7 @@ class Constructors:
 
     @classmethod
     def sliding_window(cls, key_length: int, window: int | Sequence[int], *, like: Any = None) -> IntervalMask:
-        """Every position sees the last ``window`` keys, including its own; with several ints each head its own."""
+        """Every position sees the last ``window`` keys, including its own. Several ints: one window per head."""
         n, windows = checks.whole(key_length, "key_length", 0), window_of(window)
         library, device = library_and_device(like)
         with library.on(device):
@@ -47,7 +47,7 @@ class Constructors:
 
     @classmethod
     def sinks(cls, key_length: int, count: int, *, like: Any = None) -> IntervalMask:
-        """Attention sinks: the first ``count`` keys, visible from their own position on, and no others. For unions."""
+        """Attention sinks: only the first ``count`` keys, each from its own position on. For unions."""
         n, c = checks.whole(key_length, "key_length", 0), checks.whole(count, "count", 0)
         library, device = library_and_device(like)
         with library.on(device):
@@ -103,12 +103,12 @@ class Constructors:
         Parameters
         ----------
         stop : int32 or int64 array, ``(Lk,)``, ``(1|Hkv|H, Lk)`` or ``(1|B, 1|Hkv|H, Lk)``
-            The first position that does not see key ``j``. At most ``j``: it is never visible; ``Lk`` or more: it is
-            never evicted. An evicted key cannot come back, so each key has one stop, and the mask is exact.
+            The first position that no longer sees key ``j``. At most ``j``: never visible; ``Lk`` or more: never
+            evicted. An evicted key cannot come back, so each key has one stop, and the mask is exact.
         window
-            The most keys that any position sees, where that is known: kernels then gather that many instead of
-            reading all keys up to the query. The values are checked against it in host memory, in GPU memory only
-            with ``CUPY_DMA_CHECK=1``; there a position that sees more gives undefined results.
+            An upper bound on the keys that any position sees, if known: kernels then gather that many instead of
+            reading all keys up to the query. It is checked in host memory, in GPU memory only with
+            ``CUPY_DMA_CHECK=1``; unchecked, a position that sees more gives undefined results.
 
         Raises
         ------
@@ -140,19 +140,19 @@ class Constructors:
 
     @classmethod
     def from_gate(cls, bias: Any, *, delay: int, threshold: float, sinks: int = 0) -> IntervalMask:
-        """The mask of learned eviction: a key whose gate is closed is forgotten ``delay`` positions after it came.
+        """Learned eviction: a key with a closed gate is evicted ``delay`` positions after its own.
 
         Parameters
         ----------
         bias : float array, ``(Lk,)``, ``(1|Hkv|H, Lk)`` or ``(1|B, 1|Hkv|H, Lk)``
-            The logarithm of each key's gate. Key ``j`` is visible at ``delay`` positions, from its own on, if
-            ``bias[j] < threshold``, and for ever otherwise (NaN included).
+            The logarithm of each key's gate. Key ``j`` is visible at ``delay`` positions, starting with its own, if
+            ``bias[j] < threshold``, and otherwise (NaN included) from its own on.
         delay
             At least 1.
         threshold
             A finite number.
         sinks
-            This many first keys are never forgotten.
+            The first ``sinks`` keys are never evicted.
 
         Raises
         ------
@@ -192,11 +192,11 @@ class Constructors:
             With ``causal``, column 0: the first row that does not see the key; column 1: the first later row that sees
             it again. Without, two columns: the first row after those that see the key, and the first that sees it.
         causal
-            Whether rows before the key's own do not see it.
+            Hide each key from the rows before its own.
         check
-            With ``causal`` and two columns: refuse keys that are seen in two separate runs of rows, which no interval
-            expresses. This reads the values, which synchronizes on CUDA, once. Without it, as needed under
-            ``torch.compile`` and in CUDA graphs, such a key is seen in the first run alone.
+            With ``causal`` and two columns: reject keys that are seen in two separate runs of rows, which no interval
+            can express. This reads the values, which synchronizes once on CUDA. Without it, as needed under
+            ``torch.compile`` and in CUDA graphs, such a key is seen in the first run only.
 
         Raises
         ------
@@ -269,7 +269,7 @@ class Constructors:
 
 
 def library_and_device(like: Any) -> tuple[Library, Device]:
-    """Those of the array ``like``; NumPy's without one."""
+    """Library and device of ``like``; by default NumPy's."""
     if like is None:
         return library_named("numpy"), CPU
     operand = describe(like, "like")
@@ -277,7 +277,7 @@ def library_and_device(like: Any) -> tuple[Library, Device]:
 
 
 def _positions(given: Operand) -> Any:
-    """As int32: a position after all others is as good as the last int32."""
+    """As int32: any position after all others serves as well as the largest int32."""
     library, array = given.library, given.array
     if given.dtype == "int32":
         return array

@@ -1,8 +1,8 @@
-"""What backends derive from a mask and keep on it: key lists.
+"""Key lists that backends derive from a mask and keep on it.
 
-They are kept per stream, under the stream's id, so that a call finds what earlier work of its own stream has made. A
-call that is captured into a CUDA graph keeps nothing: what it derives is made by the graph's own kernels. It may read
-what an eager call has kept, once that is complete; it then stays on the mask for good, as a replay may read it.
+They are kept per stream, by the stream's id, so a call reuses only what earlier work on its own stream has made. A call
+captured into a CUDA graph keeps nothing: the graph's own kernels make its lists. It may read a finished list of an
+eager call; that list then stays on the mask for good, because a replay may read it.
 """
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import Any, NamedTuple
 
 from cupy_dma.arrays import driver
 
-MAX_KEPT = 32  # entries of a mask; then the oldest go
+MAX_KEPT = 32  # entries per mask; the oldest are dropped
 _lock, _trimming = threading.Lock(), threading.Lock()
 
 
 class History(NamedTuple):
-    """What a mask knows of its entries besides their values."""
+    """What a mask records about its entries besides their values."""
 
-    events: dict[Any, driver.Event]  # by key: the point of the stream behind the kernels that make the entry
+    events: dict[Any, driver.Event]  # by key: recorded behind the kernels that make the entry
     captured: list[Any]  # entries that graphs read
 
 
 def kept(mask: Any, identity: tuple[Any, ...], stream: Any, make: Callable[[], Any]) -> Any:
-    """``make()``, or what it gave to an earlier call with this ``identity`` on the same raw ``stream``."""
+    """``make()``, kept for later calls with this ``identity`` on the same raw ``stream``."""
     handle, index = stream, mask.device.index
     on_gpu = mask.device.kind == "cuda" and type(stream) is int  # a recorded stream is of another type
     if on_gpu:
@@ -47,7 +47,7 @@ def kept(mask: Any, identity: tuple[Any, ...], stream: Any, make: Callable[[], A
 
 
 def forget_oldest(entries: dict[Any, Any], most: int) -> list[Any]:
-    """Remove what was added first until ``most`` entries are left. The keys of what was removed."""
+    """Drop the oldest entries until ``most`` are left. Returns the keys of the dropped ones."""
     with _trimming:
         old = list(entries)[:max(0, len(entries) - most)]
         for key in old:
@@ -56,7 +56,7 @@ def forget_oldest(entries: dict[Any, Any], most: int) -> list[Any]:
 
 
 def _complete(mask: Any, identity: tuple[Any, ...]) -> Any:
-    """What a stream has made for this ``identity`` and completed; None if there is none."""
+    """A finished entry for this ``identity``, of any stream; None if there is none."""
     with _lock:
         for key, found in list(mask._cache.items()):
             event = mask._history.events.get(key)

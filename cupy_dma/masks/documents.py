@@ -89,7 +89,7 @@ def _runs_of_ids(documents: Operand) -> DocumentRuns:
     changes = library.full((rows, key_length), 0, "int32", device)
     if key_length > 1:
         changes[:, 1:] = library.astype(ids[:, 1:] != ids[:, :-1], "int32")
-    # Numbered across all rows the documents form one sorted list; a search in it gives both ends of every run.
+    # Numbered across all rows, the documents form one sorted list; a search in it gives both ends of every run.
     row = library.arange(0, rows, device)[:, None] * key_length
     number = (library.cumsum(changes) + row).reshape(-1)
     first = library.search_right(number, number - 1).reshape(rows, key_length) - row

@@ -26,7 +26,7 @@ __all__ = ["EVER", "NEVER", "Hints", "IntervalMask"]
 
 
 def _restored(start: Any, stop: Any, hints: tuple[Any, ...]) -> IntervalMask:
-    """The mask of a pickle or copy."""
+    """Rebuild a mask from a pickle or copy."""
     operand = describe(start, "start")
     return IntervalMask._make(operand.library, operand.array, describe(stop, "stop").array, Hints(*hints))
 
@@ -110,7 +110,7 @@ class IntervalMask(Constructors, MaskOperators, Pictures):
         return twin
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Deep copies and pickles hold the arrays and the hints; what backends derive is derived again."""
+        """Deep copies and pickles hold arrays and hints only; backends derive key lists anew."""
         return _restored, (self.start, self.stop, (self._starts, self._bound, self._causal_only))
 
     @property

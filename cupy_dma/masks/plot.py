@@ -126,8 +126,8 @@ class Pictures:
     def plot_survival(self, *, batch: int = 0, head: int = 0, ax: Any = None, path: Any = None, bins: int = 40) -> Any:
         """Plot a histogram of how many positions see each key.
 
-        Keys that are still visible at the last position are stacked in a second colour: how long they go on is not
-        known. The title counts the keys of each kind.
+        Keys still visible at the last position are stacked in a second colour: they may live longer. The title counts
+        the keys of each kind.
 
         Parameters
         ----------

@@ -34,7 +34,7 @@ class Runs(NamedTuple):
 
 
 def covers(window: int, length: int) -> bool:
-    """Whether a window holds all keys; not known of an export, whose lengths may be on either side of it."""
+    """Whether a window holds all keys. False under ``torch.export``, where the length is unknown."""
     return not is_exported() and window >= length
 
 
@@ -68,8 +68,8 @@ def intersection(xp: Any, a: Runs, b: Runs) -> Runs:
 
 
 def union(xp: Any, a: Runs, b: Runs) -> Runs:
-    """Visible under either. ValueError if some key has two separate runs; unless the hints rule that out, this reads
-    the values, which synchronizes on CUDA."""
+    """Visible under either. ValueError if some key has two separate runs; this reads the values, which synchronizes on
+    CUDA, unless the hints rule it out."""
     bound = None
     if a.hints.bound is not None and b.hints.bound is not None:
         bound = a.hints.bound[0] + b.hints.bound[0], a.hints.bound[1] + b.hints.bound[1]

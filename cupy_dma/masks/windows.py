@@ -11,8 +11,8 @@ Window: TypeAlias = "int | tuple[int, ...]"
 
 
 def window_of(window: Any, heads: int | None = None) -> Window:
-    """The checked window, from an int or from ints on the host, one for each of ``heads``; an int where all are equal.
-    How many there must be is not checked if ``heads`` is None, and they stay a tuple."""
+    """The checked window: an int, or from ints on the host one for each of ``heads``, reduced to an int if all are
+    equal. With ``heads=None`` their number is not checked and they stay a tuple."""
     several = isinstance(window, Sequence) and not isinstance(window, (str, bytes))
     if not several and not getattr(window, "shape", None):
         return checks.whole(window, "window", 1)

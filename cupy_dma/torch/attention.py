@@ -3,9 +3,9 @@
     attention -> out, lse, made     attention_backward -> the gradients named in ``needs``, in that order
 
 ``cupy_dma.attention`` and the other public functions delegate to these for torch tensors; calling these directly is
-equivalent. Under autocast query, key and value are cast to its type, except float64; scores, biases and score
-parameters keep theirs. ``torch.use_deterministic_algorithms`` is respected. An interval mask is passed to an operator
-as its two tensors and its hints; ``made`` is what the call has made and its backward needs, the mask's key lists.
+equivalent. Autocast casts query, key and value to its type, except float64; scores, biases and score parameters keep
+theirs. ``torch.use_deterministic_algorithms`` is respected. Operators take an interval mask as its two tensors and its
+hints. ``made`` is what the call has made for its backward: the key lists of the mask.
 """
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, mask: Any = None,
     if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
         query, key, value = cast(query, key, value)
     bias = in_rows(as_key_bias(bias))
-    # A dense mask is an argument of the programs, an interval mask has lists of its own.
+    # Programs take a dense mask as an argument; an interval mask has its own key lists.
     interval, dense = (None, mask) if isinstance(mask, Tensor) else (mask, None)
     inputs = (query, key, value, bias) if dense is None else (query, key, value, bias, None, None, None, dense)
     known = entry.call_key((query, key, value, bias, dense), interval,
@@ -84,7 +84,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, mask: Any = None,
         call = attention_call(query, key, value, mask, bias,
                               Options(causal, scale, softcap, is_deterministic(deterministic), bias_delay), layout)
         module = backends.choose(backend, (call.query,))
-        if (None if call.dense is None else call.dense.array) is dense:  # not where it became an interval mask
+        if (None if call.dense is None else call.dense.array) is dense:  # not if it became an interval mask
             known = entry.recorded(known, call, module, backend, inputs)
         if known is not None and known.entry is not None:
             out, lse = entry.run(known, interval, inputs)
@@ -95,9 +95,9 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, mask: Any = None,
 
 def attend(call: AttentionCall | DynamicCall, module: ModuleType, backend: str | None,
            inputs: tuple[Tensor | None, ...], given: tuple[Any, ...] = ()) -> tuple[Tensor, Tensor, bool]:
-    """``out, lse`` of a checked call on ``module``, the backend of that name, with gradients for ``inputs``: its query,
-    key, value and bias, or scores, and the parameters of scores to be computed. And whether by a
-    mask. ``given``: the caller's masks."""
+    """``out, lse`` of a checked call on ``module``, the backend of that name, and whether a mask was used. Gradients go
+    to ``inputs``: query, key, value and bias or scores, and the parameters of scores to be computed. ``given``: the
+    caller's masks."""
     if needs_grad(*inputs):
         return *_Attention.apply(call, module, backend, given, *inputs), True
     if isinstance(call, DynamicCall):
@@ -113,7 +113,7 @@ def _results(call: AttentionCall, module: ModuleType) -> tuple[Tensor, Tensor]:
 class _Attention(torch.autograd.Function):
     """Attention of a checked call. All tensors that the backward needs are saved through autograd, so that it frees
     them and saved-tensor hooks (checkpointing, offloading) see them: arguments, results, and what the call has made,
-    which are its mask, the key lists of that mask and its scores. A mask of the caller's keeps its own key lists."""
+    that is its mask, the key lists of that mask and its scores. A mask of the caller keeps its own key lists."""
 
     @staticmethod
     def forward(ctx: Any, call: AttentionCall | DynamicCall, module: ModuleType, backend: str | None,
@@ -163,7 +163,7 @@ def gradients_of(call: AttentionCall, dout: Tensor, dlse: Tensor | None, out: Te
 
 
 class _Arguments(NamedTuple):
-    """Of the operators, behind the results and their gradients."""
+    """The last arguments of the operators and of their gradients."""
 
     query: Tensor
     key: Tensor
@@ -204,7 +204,7 @@ class _Arguments(NamedTuple):
         return attention_call(self.query, self.key, self.value, masks, self.bias, Options(*self[10:15]))
 
     def call_key(self) -> entry.CallKey | None:
-        if self.dense is not None and self.dense.shape[-2:-1] in ((), (1,)):  # wrong, or becomes an interval mask
+        if self.dense is not None and self.dense.shape[-2:-1] in ((), (1,)):  # invalid, or becomes an interval mask
             return None
         bound = None if self.bound is None else tuple(self.bound)
         return entry.operator_key(self.inputs, (self.starts, bound, self.causal_only, *self[10:16]), self.keep)

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """No cyclic garbage is collected in here. To free a CUDA graph or a loaded kernel, of whatever library, ends a
-    capture that is under way with "operation failed due to a previous error during capture", and
-    ``torch.cuda.make_graphed_callables``, say, leaves its graphs to the collector. torch collected before each capture
+    """No cyclic garbage collection inside this context. Freeing a CUDA graph or a loaded kernel, of any library, aborts
+    a capture in progress ("operation failed due to a previous error during capture"), and for example
+    ``torch.cuda.make_graphed_callables`` leaves its graphs to the collector. torch itself collected before each capture
     up to 2.8."""
     enabled = gc.isenabled()
     gc.disable()

@@ -1,9 +1,9 @@
-"""Which keys a layer keeps: of every sequence the best ``window``, the first ``sinks`` and the last ``recent``.
+"""Which keys a layer keeps: the best ``window``, the first ``sinks`` and the last ``recent`` of every sequence.
 
     top_w(scores, window) | sinks(n, sinks) | sliding_window(n, recent)
 
-as a ``DynamicCache`` keeps them. Padding is no token: it is neither a sink nor recent and does not count among them, so
-a padded row keeps what the row without its padding keeps. Every document has sinks and recent keys of its own.
+as a ``DynamicCache`` keeps them. Padding is neither a sink nor recent and is not counted, so a padded row keeps the
+same keys as the row without padding. Every document has its own sinks and recent keys.
 """
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def kept_keys(scores: Tensor, window: Window, sinks: int, recent: int, padding: 
     stop = torch.maximum(best._stop.array, besides[:, None])
     if runs is not None:
         stop = torch.minimum(stop, runs.open_end()[:, None])
-    # All runs start at their keys: T positions see what the first of them sees, and T - 1 keys that begin later.
+    # Every run starts at its key: T positions see what the first of them sees and at most T - 1 keys that begin later.
     bound = selection_hints(widest(window) + sinks + recent, n, "prefix", True, True).bound
     known = selection_hints(max(narrowest(window), sinks, recent), n, "prefix", padding is not None,
                             runs is not None)
@@ -38,8 +38,8 @@ def kept_keys(scores: Tensor, window: Window, sinks: int, recent: int, padding: 
 
 
 def _stop_besides(position: Tensor, sinks: int, recent: int, padding: Tensor | None, first: Tensor | None) -> Tensor:
-    """int32 ``(1|B, Lk)``: where each key stops to be a sink or recent, whatever its document's end; at itself if it is
-    padding. ``first (1|B, Lk)``: the first key of each key's document."""
+    """int32 ``(1|B, Lk)``: where each key stops being a sink or recent, ignoring the end of its document; its own
+    position if it is padding. ``first (1|B, Lk)``: the first key of each key's document."""
     real = torch.ones_like(position, dtype=torch.bool)[None] if padding is None else padding
     start = torch.zeros_like(position)[None] if first is None else first
     count, start = torch.broadcast_tensors(real.long().cumsum(1), start)  # real keys up to each, in all documents

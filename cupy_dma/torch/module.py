@@ -32,21 +32,20 @@ class DynamicMaskAttention(Layer):
     window : int, or one int per kv head
         Keys kept per query, the highest-scored ones.
     sinks, recent : int
-        How many first and last tokens of each sequence are kept as well, as in ``DynamicCache``. They need
-        ``keys="prefix"``.
+        First and last tokens of each sequence that are kept too, as in ``DynamicCache``. They need ``keys="prefix"``.
     bias_delay : int
-        How many positions behind a key its score is added to the logits, as in ``cupy_dma.attention``; the selection is
-        not delayed.
+        Distance in positions from which on a key's score is added to the logits, as in ``cupy_dma.attention``; the
+        selection is not delayed.
     dt_bias : bool
         Also learn an offset per kv head.
     A_init : float
-        What all of ``A`` begins with.
+        Initial value of all of ``A``.
     form, keys, causal, scale, softcap, deterministic, backend
         As for ``cupy_dma.dynamic_mask_attention``. These, ``window``, ``sinks``, ``recent`` and ``bias_delay`` are
-        attributes, which may be changed later.
+        attributes that may be changed later.
     process_group : ProcessGroup or one-dimensional DeviceMesh, optional
         Context parallelism: the ranks of the group hold consecutive shards of each sequence, see
-        ``cupy_dma.distributed``. It needs ``keys="prefix"``. May be changed later: it is an attribute, which is neither
+        ``cupy_dma.distributed``. It needs ``keys="prefix"``. An attribute that may be changed later; it is neither
         saved nor copied with the parameters.
     device, dtype
         Of the parameters.
@@ -54,13 +53,13 @@ class DynamicMaskAttention(Layer):
     Attributes
     ----------
     A : Parameter ``(Hkv,)``
-        Zeros by default, as in the original (Hugging Face Doge), which also gives the names: all scores are equal at
-        first, every query sees the last ``window`` keys, and only ``A`` gets a gradient until it has moved. Where it
-        passes through 0 in training, the order of all keys is reversed. With ``A_init=1.0`` the selection goes by
-        ``dt_proj`` from the first step on.
+        Zeros by default, as in the original (Hugging Face Doge), which also gives the names: at first all scores are
+        equal, every query sees the last ``window`` keys, and only ``A`` gets a gradient until it becomes nonzero. If
+        it crosses 0 in training, the order of all keys is reversed. With ``A_init=1.0`` ``dt_proj`` decides the
+        selection from the first step on.
     dt_proj : nn.Linear
         ``Hkv * D -> Hkv``, initialised by ``nn.Linear``. It may be replaced or wrapped (LoRA, quantization, offloading)
-        and have hooks; then the layer calls it. Of a plain ``nn.Linear`` the kernels read weight and bias.
+        and have hooks; then the layer calls it. Of a plain ``nn.Linear`` the kernels read weight and bias directly.
 
     Raises
     ------
@@ -70,9 +69,9 @@ class DynamicMaskAttention(Layer):
     Warns
     -----
     UserWarning
-        In the first training pass with ``A`` frozen at 0 (``requires_grad=False``) and a ``dt_proj`` that is trained:
-        it gets no gradient, and the layer stays a sliding window. Freeze both where that is wanted. Looking at ``A``
-        waits for the GPU, once; under ``torch.compile`` nothing is looked at.
+        In the first training pass, if ``A`` is frozen at 0 (``requires_grad=False``) while ``dt_proj`` is trained:
+        ``dt_proj`` gets no gradient, and the layer stays a sliding window. If that is intended, freeze both. The check
+        waits for the GPU once; it is skipped under ``torch.compile``.
     """
 
     CHECKS: ClassVar[dict[str, Check]] = {
@@ -133,7 +132,7 @@ class DynamicMaskAttention(Layer):
         return_lse
             Return ``(out, lse)``.
         cache, lengths, out
-            As for ``extend``, which passes them here so that hooks on the layer run when it decodes, too.
+            As for ``extend``, which passes them here so that hooks on the layer also run during decoding.
 
         Returns
         -------
@@ -147,14 +146,14 @@ class DynamicMaskAttention(Layer):
         """
         if cache is not None:
             if padding is not None or documents is not None:
-                raise ValueError("a cache takes lengths or cu_seqlens, no padding and no documents")
+                raise ValueError("with a cache give lengths or cu_seqlens, not padding or documents")
             return self._extend(cache, query, key, value, lengths=lengths, cu_seqlens=cu_seqlens,
                                 return_lse=return_lse, out=out)
         if lengths is not None or out is not None:
             raise ValueError("lengths and out need a cache, got cache=None")
         packed = cu_seqlens is not None
         if packed and (padding is not None or documents is not None):
-            raise ValueError("cu_seqlens says where the packed sequences begin: give no padding and no documents with "
+            raise ValueError("cu_seqlens already separates the packed sequences: give no padding and no documents with "
                              "it")
         check_inputs(self, query, key, value, packed)
         if not self.A.requires_grad and not self._looked_at_A:
@@ -185,14 +184,14 @@ class DynamicMaskAttention(Layer):
     @process_group.setter
     def process_group(self, group: Any) -> None:
         self._group = group
-        # Found here, where nothing is traced: these functions are graph breaks, and importing what makes them so takes
-        # seconds, which only those should wait for who use a group.
+        # Imported here, where nothing is traced: these functions are graph breaks, and importing what makes them so
+        # takes seconds that only users of a group should pay.
         self._over_shards: Any = None if group is None else distributed.context_parallel_attention
         self._shard_positions: Any = None if group is None else distributed.shard_positions
 
     def _sharded(self, query: Tensor, key: Tensor, value: Tensor, packed: bool, **options: Any) -> Any:
         if packed:
-            raise ValueError("cu_seqlens must be None with a process_group, as shards are cut through sequences: give "
+            raise ValueError("cu_seqlens must be None with a process_group, because shards cut through sequences: give "
                              "the shard's ids as documents, see cupy_dma.distributed.document_ids")
         if self.keys != "prefix":
             raise ValueError(f"a process_group needs keys='prefix', got keys={self.keys!r}, which selects by the "
@@ -226,7 +225,7 @@ class DynamicMaskAttention(Layer):
         Raises
         ------
         ValueError
-            The layer was made with ``keys="global"``, which selects by scores still to come.
+            The layer was made with ``keys="global"``, which selects by the scores of later keys.
         """
         if self.keys == "global":
             raise ValueError("a layer with keys='global' cannot decode: it selects by the scores of later keys")
@@ -239,7 +238,7 @@ class DynamicMaskAttention(Layer):
                cu_seqlens: Tensor | None = None, return_lse: bool = False, out: Any = None) -> Any:
         """Append tokens to a cache and attend from them: a prompt, a chunk of one, or one new token.
 
-        The result is that of ``forward`` over all tokens so far, for the last ones. Call under ``torch.no_grad()``.
+        The result equals the last rows of ``forward`` over all tokens so far. Call under ``torch.no_grad()``.
 
         Parameters
         ----------
@@ -279,9 +278,9 @@ class DynamicMaskAttention(Layer):
     @torch.no_grad()
     def prefill(self, cache: DynamicCache, query: Tensor, key: Tensor, value: Tensor, *,
                 padding: Tensor | None = None) -> Tensor:
-        """Attention of a prompt whose shards are on the ranks of ``process_group``, and the whole prompt's cache.
+        """Attention of a prompt whose shards are on the ranks of ``process_group``; fills a cache with all of it.
 
-        Every rank gets the rows of its own queries and the same cache, which replaces what ``cache`` held: from there
+        Every rank gets the rows of its own queries and the same cache, which replaces the contents of ``cache``; then
         ``extend`` decodes on each rank by itself.
 
         Parameters

@@ -1,4 +1,4 @@
-"""Options of layers, which may be changed later: they are checked whenever they are set."""
+"""Options of layers: they may be changed later and are checked whenever they are set."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -35,11 +35,11 @@ def backend_name(value: Any, name: str) -> Any:
 
 
 class Layer(nn.Module):
-    """A module with checked options, and a ``window``. What its parameters were made for cannot be set."""
+    """A module with checked options and a ``window``. Sizes of its parameters (``FIXED``) cannot be changed."""
 
     CHECKS: ClassVar[dict[str, Check]] = {}
     FIXED: ClassVar[tuple[str, ...]] = ()
-    window: Any  # of all kv heads, or a tuple of each one's
+    window: Any  # one int for all kv heads, or a tuple of one each
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "window":
@@ -48,7 +48,7 @@ class Layer(nn.Module):
             value = self.CHECKS[name](value, name)
             self.check_together(name, value)
         elif name in self.FIXED:
-            raise AttributeError(f"{name} cannot be changed, as the layer's parameters were made for it: make another "
+            raise AttributeError(f"{name} cannot be changed, because the layer's parameters depend on it: make another "
                                  f"layer")
         super().__setattr__(name, value)
 
@@ -56,7 +56,7 @@ class Layer(nn.Module):
         """ValueError if an option does not fit the others."""
 
     def _fix(self, **sizes: Any) -> None:
-        """Set what is ``FIXED``."""
+        """Set attributes that are ``FIXED``."""
         self.__dict__.update(sizes)
 
 
@@ -69,7 +69,7 @@ def of_core(name: str) -> Any:
 
 
 def check_inputs(layer: Any, query: Any, key: Any, value: Any, packed: bool) -> None:
-    """TypeError or ValueError for inputs of other shapes than the layer's; ``packed`` ones have no batch axis."""
+    """TypeError or ValueError for inputs whose shapes do not fit the layer; ``packed`` ones have no batch axis."""
     for tensor, name in ((key, "key"), (value, "value")):
         check_rows(layer, tensor, name, packed)
     if not isinstance(query, Tensor):

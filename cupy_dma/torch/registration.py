@@ -1,10 +1,10 @@
-"""How functions of this package are registered as operators ``torch.ops.cupy_dma``, and when calls bypass them.
+"""Registration of this package's functions as operators ``torch.ops.cupy_dma``, and when calls bypass them.
 
 Eager calls on plain tensors run a backend directly, inside a ``torch.autograd.Function``: their arguments are checked
-once, and a mask keeps its key lists from the forward to the backward pass. Calls that something traces or intercepts
-use the operators: ``torch.compile``, dispatch modes (fake tensors, FLOP counters, selective checkpointing), tensor
-subclasses, and autograd when it differentiates a gradient. An operator checks its arguments when it runs; its fake
-kernel gives shapes and types. Results are freshly allocated and contiguous.
+once, and a mask keeps its key lists from the forward to the backward pass. Traced and intercepted calls use the
+operators: ``torch.compile``, dispatch modes (fake tensors, FLOP counters, selective checkpointing), tensor subclasses,
+and autograd when it differentiates a gradient. An operator checks its arguments when it runs; its fake kernel gives
+shapes and types. Results are freshly allocated and contiguous.
 """
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from cupy_dma import checks
 from cupy_dma.arrays import library_named, torch_tensors
 from cupy_dma.masks.windows import Window
 
-# The compiler must not choose other strides for the inputs: the last axis has to stay contiguous.
+# The compiler must not change the strides of inputs: the last axis has to stay contiguous.
 _STRIDES = getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order)
-_TENSOR = object()  # stands for an argument of an operator that was a tensor
+_TENSOR = object()  # stands for a tensor argument of an operator
 _library = torch.library.Library("cupy_dma", "DEF")
 operators = torch.ops.cupy_dma
-library_named("torch")  # made before anything is traced
+library_named("torch")  # made before tracing starts
 
 
 class OperatorOptions(NamedTuple):
@@ -99,11 +99,11 @@ class _Operator(torch.autograd.Function):
         found: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
         if all(gradient is None for gradient in gradients):
             return tuple(found)
-        saved = ctx.saved_tensors  # a checkpoint gives them once
+        saved = ctx.saved_tensors  # a checkpoint returns them only once
         outputs, tensors = saved[:ctx.kept], iter(saved[ctx.kept:])
         arguments = [next(tensors) if x is _TENSOR else x for x in ctx.arguments]
         upstream = torch.zeros_like(outputs[0]) if gradients[0] is None else gradients[0]
-        if outputs:  # those that have gradients
+        if outputs:  # those with gradients
             gradients = tuple([g for g, x in zip(gradients, outputs) if x.is_floating_point()])
         wanted = {i: name for i, name in ctx.differentiable.items() if ctx.needs_input_grad[first + i]}
         made = ctx.derivative(upstream, *gradients[1:], *outputs, *arguments, list(wanted.values()))
@@ -127,12 +127,12 @@ class _SecondDerivative(torch.autograd.Function):
 
 
 def takes_operators(*tensors: Any) -> bool:
-    """Whether a call with these arguments must go through operators, because something traces or intercepts it."""
+    """Whether a call with these arguments is traced or intercepted, so that it must go through operators."""
     if torch.compiler.is_compiling():
         return True
     transformed = torch._C._functorch.peek_interpreter_stack() is not None
     special = transformed or torch._C._len_torch_dispatch_stack() > 0
-    # No operator takes what a transform has wrapped, or nested tensors; the checks of a plain call say so.
+    # No operator takes nested tensors or what a transform has wrapped; the checks of a plain call report these.
     for x in tensors:
         if transformed and isinstance(x, Tensor) and torch_tensors.transform_of(torch, x):
             return False
@@ -144,7 +144,7 @@ def takes_operators(*tensors: Any) -> bool:
 
 
 def is_plain_gradient(gradient: Tensor) -> bool:
-    """Whether a gradient can be computed without operators: nothing traces it, nor will autograd differentiate it."""
+    """Whether a gradient can bypass the operators: it is not traced, and autograd will not differentiate it."""
     return type(gradient) is Tensor and not torch.is_grad_enabled()
 
 
@@ -171,14 +171,14 @@ def options_of(causal: bool, scale: float | None, softcap: float, deterministic:
 
 
 def in_rows(x: Any) -> Any:
-    """Scores or a key bias with a contiguous last axis: the tensor, or a differentiable copy. Others are left alone."""
+    """Scores or a key bias with a contiguous last axis: the tensor, or a differentiable copy. Others are unchanged."""
     if not isinstance(x, Tensor) or x.is_nested or x.layout != torch.strided or not 1 <= x.ndim <= 3:
         return x
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def as_key_bias(x: Any) -> Any:
-    """16-bit scores or a 16-bit key bias in float32, differentiably: kernels read a key's bias in float32."""
+    """16-bit scores or key biases as float32, which the kernels read; differentiable."""
     if isinstance(x, Tensor) and x.dtype in (torch.float16, torch.bfloat16) and (
             x.ndim == 3 or x.ndim == 4 and x.shape[2] == 1) and not x.is_nested:
         return x.float()
@@ -186,17 +186,17 @@ def as_key_bias(x: Any) -> Any:
 
 
 def as_tensor(x: Any, like: Tensor) -> Any:
-    """A list of ints as an int32 tensor on ``like``'s device; others are left alone."""
+    """A list of ints as an int32 tensor on ``like``'s device; others are unchanged."""
     return torch.tensor(x, dtype=torch.int32, device=like.device) if isinstance(x, (list, tuple)) else x
 
 
 def listed(window: Window) -> list[int]:
-    """A window as operators take it: the int, or 0 and one per head."""
+    """A window as operators take it: one int, or 0 followed by one int per head."""
     return [0, *window] if isinstance(window, tuple) else [window]
 
 
 def from_list(window: Sequence[int]) -> Window:
-    """What ``listed`` was given."""
+    """The window that ``listed`` was given."""
     return window[0] if len(window) == 1 else tuple(window[1:])
 
 
@@ -211,7 +211,8 @@ def cast(*tensors: Any) -> tuple[Any, ...]:
 
 
 def own_type(module: torch.nn.Module, like: Tensor) -> torch.dtype:
-    """The type of a module's parameters, or ``like``'s if none is of floats: of what to give it, without autocast."""
+    """The type that a module's inputs should have without autocast: that of its parameters, or ``like``'s if none is a
+    float."""
     return next((p.dtype for p in module.parameters() if p.is_floating_point()), like.dtype)
 
 

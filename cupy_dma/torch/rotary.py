@@ -1,7 +1,7 @@
-"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864), as Llama arranges it.
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864), in Llama's arrangement.
 
-The pair ``(x[d], x[d + D/2])`` of a query or key at position ``p`` is rotated by ``p * base**(-2 d / D)``, so products
-of a query and a key depend on the distance of their positions alone.
+The pair ``(x[d], x[d + D/2])`` of a query or key at position ``p`` is rotated by ``p * base**(-2 d / D)``, so a product
+of query and key depends only on the distance between their positions.
 """
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Rotation(NamedTuple):
 
     @classmethod
     def at(cls, positions: Tensor, head_dim: int, base: float) -> Rotation:
-        """The rotation at integer ``positions (...)``. Angles are float64: float32 is 0.1 off at position 10**6."""
+        """The rotation at integer ``positions (...)``. Angles are float64: at position 10**6 float32 is off by 0.1."""
         order = torch.arange(head_dim // 2, device=positions.device, dtype=torch.float64)
         angle = positions[..., None, None].double() * base ** (-2 / head_dim * order)
         return cls(angle.cos(), angle.sin())

@@ -55,7 +55,7 @@ def key_scores(value: Tensor, dt_proj: Tensor, A: Tensor, *, dt_bias: Tensor | N
 
 
 def scores_by(recipe: Recipe, module: ModuleType, backend: str | None) -> Tensor:
-    """The scores of a checked recipe, differentiable, on ``module``, the backend of that name."""
+    """The scores of a checked recipe, differentiable, by ``module``, the backend of that name."""
     tensors = [None if x is None else x.array for x in recipe[:4]]
     if needs_grad(*tensors):
         return _KeyScores.apply(recipe, module, backend, *tensors)
@@ -92,15 +92,15 @@ def score_arguments(value: Tensor, dt_proj: nn.Module, A: Tensor, *, form: str =
     ----------
     value : Tensor ``(B, Lk, Hkv, D)``, or ``(total, Hkv, D)``
     dt_proj : Module
-        Of an ``nn.Linear`` that computes nothing but ``x @ weight.T + bias`` the kernels take weight and bias. Any
-        other module is called: adapters such as LoRA, quantized layers, and whatever has hooks or a ``forward`` of its
-        own. It maps ``(B, Lk, Hkv * D)``, in the type of its parameters, to ``(B, Lk, Hkv)``; packed values have one
-        axis less.
+        The kernels take weight and bias of an ``nn.Linear`` that computes just ``x @ weight.T + bias``. Any other
+        module is called: adapters such as LoRA, quantized layers, modules with hooks or their own ``forward``. It maps
+        ``(B, Lk, Hkv * D)``, in the type of its parameters, to ``(B, Lk, Hkv)``; for packed values both lack the first
+        axis.
     A : Tensor ``(Hkv,)``
     form
         As for ``key_scores``.
     padding : Tensor ``(1|B, Lk)``, optional
-        A module gets zeros for padding, whose values may be NaN.
+        A called module gets zeros for padding, whose values may be NaN.
 
     Returns
     -------
@@ -115,9 +115,9 @@ def score_arguments(value: Tensor, dt_proj: nn.Module, A: Tensor, *, form: str =
         return {"dt_proj": dt_proj.weight, "A": A, "dt_bias": dt_proj.bias, "form": form}
     (value,) = cast(value)
     x, tokens = value, tuple(value.shape[:-2])
-    if padding is not None and tuple(padding.shape) in (tokens, (1, *tokens[1:])):  # others are refused later on
+    if padding is not None and tuple(padding.shape) in (tokens, (1, *tokens[1:])):  # other shapes are rejected later
         x = value.masked_fill((padding == 0)[..., None, None], 0)
-    if not torch.is_autocast_enabled(x.device.type):  # which casts the module's input
+    if not torch.is_autocast_enabled(x.device.type):  # autocast casts the module's input itself
         x = x.to(own_type(dt_proj, x))
     dt = dt_proj(x.flatten(-2))
     if not isinstance(dt, Tensor) or not dt.is_floating_point():
@@ -132,7 +132,7 @@ def score_arguments(value: Tensor, dt_proj: nn.Module, A: Tensor, *, form: str =
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether calling the module is ``x @ weight.T + bias`` and nothing else, so that the kernels may do it."""
+    """Whether calling the module computes just ``x @ weight.T + bias``, so that the kernels may do it."""
     if getattr(type(module), "forward", None) is not nn.Linear.forward or "forward" in module.__dict__:
         return False
     if (module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks
@@ -162,7 +162,7 @@ class _KeyScores(torch.autograd.Function):
 
 def _gradients(dscores: Tensor, tensors: tuple[Any, ...], form: str, module: ModuleType,
                needs: list[str]) -> list[Tensor]:
-    """The gradients named in ``needs``, for parameters that the forward has checked."""
+    """The gradients named in ``needs``; the forward has checked the parameters."""
     operand, (value, dt_proj, A, dt_bias) = library_named("torch").operand, tensors
     v, projection, a = operand(value, "value"), operand(dt_proj, "dt_proj"), operand(A, "A")
     offset = None if dt_bias is None else operand(dt_bias, "dt_bias")

@@ -1,7 +1,7 @@
 """Self-attention with a dynamic mask: the attention of a transformer block, from ``x`` to ``x``.
 
     q, k, v = x Wq, x Wk, x Wv                     heads of head_dim
-    q, k    = rotate(norm(q), p), rotate(norm(k), p)      where asked for; p: position in the sequence
+    q, k    = rotate(norm(q), p), rotate(norm(k), p)      both optional; p: position in the sequence
     out     = DynamicMaskAttention(q, k, v) Wo
 
 The same parameters serve whole sequences, padded or packed, and decoding with a cache.
@@ -45,20 +45,20 @@ class DynamicMaskSelfAttention(Layer):
     qk_norm : bool
         Normalise queries and keys, each head with RMSNorm, before they are rotated.
     sinks, recent : int
-        How many first and last tokens are kept as well.
+        First and last tokens that are kept too.
     bias_delay, form, dt_bias, A_init, scale, softcap, deterministic, backend
-        As for ``DynamicMaskAttention``. Like ``window``, ``sinks`` and ``recent`` they are attributes, those of the
-        core, which may be changed later; all but ``dt_bias``.
+        As for ``DynamicMaskAttention``. All but ``dt_bias`` are, like ``window``, ``sinks`` and ``recent``, attributes
+        of the core that may be changed later.
     bias : bool
         Whether the projections have biases.
     checkpoint : bool
         Recompute the layer in the backward pass instead of keeping its intermediate results (gradient checkpointing).
-        May be changed later: it is an attribute.
+        An attribute that may be changed later.
     batch_first : bool
         ``x`` is ``(B, N, width)``, otherwise ``(N, B, width)``.
     process_group : ProcessGroup or one-dimensional DeviceMesh, optional
-        The ranks of the group hold consecutive shards of each sequence, as for ``DynamicMaskAttention``. An attribute,
-        too.
+        The ranks of the group hold consecutive shards of each sequence, as for ``DynamicMaskAttention``. Also an
+        attribute.
     device, dtype
         Of the parameters.
 
@@ -76,8 +76,7 @@ class DynamicMaskSelfAttention(Layer):
 
     Notes
     -----
-    The projections and their names are those of Llama and Doge in ``transformers``. There is no dropout of attention
-    weights.
+    The projections are named as those of Llama and Doge in ``transformers``. There is no dropout of attention weights.
     """
 
     CHECKS: ClassVar[dict[str, Check]] = {
@@ -119,7 +118,7 @@ class DynamicMaskSelfAttention(Layer):
 
     @property
     def process_group(self) -> Any:
-        """Of the core; None where another module has been put in its place."""
+        """The window of the core; None if another module has replaced it."""
         return getattr(self.attention, "process_group", None)
 
     @process_group.setter
@@ -141,8 +140,8 @@ class DynamicMaskSelfAttention(Layer):
 
     def make_cache(self, batch: int, *, dtype: Any = None, device: Any = None) -> DynamicCache:
         """An empty cache of ``batch`` sequences for ``forward(x, cache=...)``; arguments as for
-        ``DynamicMaskAttention.make_cache``. Type and device follow the projections: the parameters of the scores may
-        have another type."""
+        ``DynamicMaskAttention.make_cache``. Type and device are those of the projections; the parameters of the scores
+        may have another type."""
         (like,) = cast(self.attention.A.new_empty(0, device=device, dtype=own_type(self.k_proj, self.attention.A)))
         return self.attention.make_cache(batch, dtype=like.dtype if dtype is None else dtype, device=like.device)
 
@@ -157,7 +156,7 @@ class DynamicMaskSelfAttention(Layer):
         x : Tensor ``(B, N, width)``, or ``(N, B, width)`` without ``batch_first``
             With ``cu_seqlens``: ``(total, width)``.
         padding : bool or 0/1 integer Tensor ``(B, N)``, optional
-            True or 1 = a real token of ``x``; padding may stand anywhere. Its output is 0, and what it holds has no
+            True or 1 = a real token of ``x``; padding may be anywhere. Its output is 0, and its contents have no
             influence, not even a NaN. Positions count real tokens.
         cu_seqlens : int32 or int64 Tensor ``(B + 1,)``, or a list, optional
             Cumulative lengths of packed sequences, from 0 to ``total``; without a ``process_group``.
@@ -165,13 +164,13 @@ class DynamicMaskSelfAttention(Layer):
             With a ``process_group``: ids of the shard's documents, as for
             ``cupy_dma.distributed.context_parallel_attention``.
         positions : int Tensor ``(N,)``, ``(B, N)`` or ``(total,)``, optional
-            Where the tokens stand, for the rotary positions alone; default: 0, 1, 2, ... in each sequence, with a cache
-            from its length on. The selection goes by the order of tokens. With a ``process_group`` they are counted
-            through all shards, by a small all-gather; pass ``cupy_dma.distributed.shard_positions`` to do that once for
-            all layers.
+            Where the tokens stand, for the rotary positions only; default: 0, 1, 2, ... in each sequence, with a cache
+            from its length on. The selection goes by the order of tokens. With a ``process_group`` positions are
+            counted through all shards, by a small all-gather; pass ``cupy_dma.distributed.shard_positions`` to do that
+            once for all layers.
         cache : DynamicCache, optional
             Of ``make_cache``; the tokens of ``x`` are appended to it. Call under ``torch.no_grad()``. A
-            ``process_group`` has no part in this: each rank decodes by itself, after ``prefill``.
+            ``process_group`` is not used here: after ``prefill`` each rank decodes by itself.
 
         Returns
         -------
@@ -191,7 +190,7 @@ class DynamicMaskSelfAttention(Layer):
             raise ValueError("documents need a process_group, got documents without one: pack the sequences and give "
                              "cu_seqlens")
         if self.checkpoint and cache is None and torch.is_grad_enabled() and not is_exported():
-            # An adapter may have dropout.
+            # An adapter may contain dropout.
             random = any(type(module) not in _NOT_RANDOM for module in self.modules() if module is not self)
             out = checkpointed(self._attend, tokens.x, tokens, use_reentrant=False, preserve_rng_state=random)
         else:
@@ -200,8 +199,8 @@ class DynamicMaskSelfAttention(Layer):
 
     def prefill(self, x: Tensor, cache: DynamicCache, *, padding: Tensor | None = None,
                 positions: Tensor | None = None) -> Tensor:
-        """Self-attention of a prompt whose shards are on the ranks of ``process_group``, and the whole prompt's cache
-        on each of them, as for ``DynamicMaskAttention.prefill``. Arguments and errors as for ``forward``."""
+        """Self-attention of a prompt whose shards are on the ranks of ``process_group``; fills a cache with the whole
+        prompt on each rank, as ``DynamicMaskAttention.prefill``. Arguments and errors as for ``forward``."""
         if self.process_group is None:
             raise ValueError("prefill needs a process_group, got None: without one forward(x, cache=...) takes the "
                              "whole prompt")
@@ -211,7 +210,7 @@ class DynamicMaskSelfAttention(Layer):
             return tokens.restored(self._attend(tokens.x, tokens, cache, prefill=True))
 
     def _place(self, tokens: Tokens, positions: Tensor | None, documents: Tensor | None) -> None:
-        """Where the tokens of a shard stand."""
+        """The positions of a shard's tokens."""
         tokens.documents = documents
         if positions is None and self.rope is not None and tokens.cu_seqlens is None:
             tokens.positions = self.attention._shard_positions(
@@ -222,7 +221,7 @@ class DynamicMaskSelfAttention(Layer):
         query, key = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj))
         value = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
         if self.q_norm is not None and self.k_norm is not None:
-            query, key = (norm(x.to(own_type(norm, x))).to(value.dtype)  # of mixed types torch's norm is a slow one
+            query, key = (norm(x.to(own_type(norm, x))).to(value.dtype)  # torch's norm is slow for mixed types
                           for norm, x in ((self.q_norm, query), (self.k_norm, key)))
         if self.rope is not None:
             rotate = Rotation.at(tokens.positions, self.head_dim, self.rope)

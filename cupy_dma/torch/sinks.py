@@ -1,4 +1,4 @@
-"""Learned sink logits: their checks, and the results of an attention with them."""
+"""Learned sink logits: their checks, and adding them to the results of an attention."""
 from __future__ import annotations
 
 from typing import Any
@@ -17,7 +17,7 @@ def check_sinks(sink_logits: Any, query: Any) -> None:
     if kind not in checks.FLOATS:
         raise TypeError(f"sink_logits must be {' or '.join(checks.FLOATS)}, got {kind}")
     if not isinstance(query, Tensor) or query.ndim < 2:
-        return  # what checks query raises
+        return  # the checks of query will raise
     if tuple(sink_logits.shape) != (query.shape[-2],):
         raise checks.wrong_shape("sink_logits", "(H,)", ((query.shape[-2],),), tuple(sink_logits.shape))
     if sink_logits.device != query.device:
@@ -26,7 +26,7 @@ def check_sinks(sink_logits: Any, query: Any) -> None:
 
 
 def delivered(out: Tensor, lse: Tensor, return_lse: bool, sink_logits: Tensor | None) -> Any:
-    """The results of an attention without sinks as the caller gets them."""
+    """Results in the caller's form, from those of an attention without sinks."""
     if sink_logits is not None:
         out, lse = AddSinks.apply(out, lse, sink_logits)
     return (out, lse) if return_lse else out

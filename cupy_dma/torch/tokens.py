@@ -1,4 +1,4 @@
-"""The tokens of one call of a self-attention layer: padded, packed or appended to a cache, and where they stand."""
+"""The tokens of one call of a self-attention layer (padded, packed or appended to a cache) and their positions."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from cupy_dma.cache import DynamicCache
 
 @dataclass(slots=True, eq=False)
 class Tokens:
-    """What a layer computes on. Padding is all zeros; with a cache, real tokens come first in each row."""
+    """The input of a layer. Padding is all zeros; with a cache, real tokens come first in each row."""
 
     x: Tensor  # (B, N, width), or packed (total, width)
     positions: Tensor  # int64 (N,), (B, N) or (total,)
@@ -22,7 +22,7 @@ class Tokens:
     lengths: Tensor | None = None  # int64 (B,), with padding and a cache: how many real tokens each row begins with
     cu_seqlens: Tensor | None = None  # (B + 1,)
     documents: Tensor | None = None  # (1|B, N), of a shard
-    real: Tensor | None = None  # bool (B, N): the padding as the caller gave it
+    real: Tensor | None = None  # bool (B, N): the caller's padding
     place: Tensor | None = None  # int64 (B, N): where the caller's tokens are in x, if they were moved
     batch_first: bool = True
 
@@ -55,7 +55,7 @@ class Tokens:
         return found
 
     def restored(self, out: Tensor) -> Tensor:
-        """The layer's ``out`` as the caller gets it: in the order of his tokens, 0 at padding, his layout."""
+        """The layer's ``out`` in the caller's layout and token order, 0 at padding."""
         if self.place is not None:
             out = taken(out, self.place)
         if self.real is not None:
@@ -68,7 +68,7 @@ class Tokens:
         self.positions = (real.long().cumsum(1) - 1).clamp(min=0)
 
     def _real_first(self) -> None:
-        """Move each row's real tokens to its front, where a cache takes them from."""
+        """Move each row's real tokens to its front, as a cache expects them."""
         assert self.real is not None
         order = real_first(self.real)
         self.x, self.place = taken(self.x, order), order.argsort(1)

@@ -1,4 +1,4 @@
-"""transformers: Doge in O(N), any causal model with ``attn_implementation="cupy_dma"``, dynamic masks for any of them.
+"""transformers: Doge in O(N), ``attn_implementation="cupy_dma"`` for any causal model, dynamic masks for any of them.
 
     cupy_dma.transformers.register()
     model = AutoModelForCausalLM.from_pretrained("SmallDoge/Doge-160M", attn_implementation="cupy_dma")

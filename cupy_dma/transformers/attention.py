@@ -1,12 +1,12 @@
 """The attention function of ``attn_implementation="cupy_dma"``: what a layer of transformers calls.
 
     plain layers     attention(q, k, v, mask)               mask: ``Visibility``, as ``visibility`` makes it
-    dynamic layers   s = exp(A softplus(v @ dt_proj))       each query sees the ``window`` best keys of those that the
+    dynamic layers   s = exp(A softplus(v @ dt_proj))       each query sees the ``window`` best of the keys that the
                      attention(q, k, v, top_w(s), bias=s)   mask shows, and s is added to the logits
     gated layers     see ``gate.py``
 
-Dynamic layers are Doge's (``doge.py``) and those of a converted model (``convert.py``), which have an attribute
-``dynamic_mask``. Tensors come as ``(B, H, L, D)`` and leave as ``(B, L, H, D)``, as transformers has it.
+Dynamic layers are Doge's (``doge.py``) and those of a converted model (``convert.py``); they have an attribute
+``dynamic_mask``. As transformers requires, tensors come as ``(B, H, L, D)`` and leave as ``(B, L, H, D)``.
 """
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ def attention_forward(module: Any, query: Tensor, key: Tensor, value: Tensor, at
                       is_causal: bool | None = None, position_bias: Tensor | None = None,
                       s_aux: Tensor | None = None, sinks: Tensor | None = None, cu_seq_lens_q: Tensor | None = None,
                       cu_seq_lens_k: Tensor | None = None, **others: Any) -> tuple[Tensor, None]:
-    """Attention in the calling convention of transformers, to be registered there (``register`` does).
+    """Attention in the calling convention of transformers; ``register`` registers it there.
 
     Parameters
     ----------
     module
-        The layer. Without a mask ``is_causal`` is its own unless given; a layer without one attends to all keys.
+        The layer. Without a mask its ``is_causal`` applies, unless given; without the attribute it sees all keys.
     query : Tensor ``(B, H, Q, D)``
     key, value : Tensor ``(B, Hkv, K, D)``
     attention_mask
-        None: causality alone (none, if the layer is not causal), the last query at the last key. A ``Visibility``,
-        which then decides about causality. Or a tensor ``(1|B, 1|H, Q, K)`` that the caller has made: boolean (True =
-        visible), or floating (added to the logits).
+        None: the layer is causal (if it is a causal layer), with the last query at the last key. A ``Visibility``:
+        decides about causality itself. Or a tensor ``(1|B, 1|H, Q, K)`` made by the caller: boolean (True = visible),
+        or floating (added to the logits).
     dropout
         Must be 0.
     scaling, softcap
@@ -51,13 +51,13 @@ def attention_forward(module: Any, query: Tensor, key: Tensor, value: Tensor, at
     position_bias : Tensor ``(1|B, H, Q, K)``, optional
         Added to the logits.
     s_aux : Tensor ``(H,)``, optional
-        A logit of each head that takes part in the softmax and adds nothing (GPT-OSS's attention sinks).
+        A logit per head that takes part in the softmax and adds nothing (GPT-OSS's attention sinks).
     sinks : Tensor ``(B, H, Q, 1)``, optional
         The same for each query (Inkling 2).
     cu_seq_lens_q, cu_seq_lens_k : int32 Tensor ``(sequences + 1,)``, optional
-        Packed sequences in one row, where the mask says no more than causality.
+        Packed sequences in one row, if the mask is only causality.
     **others
-        Not needed, as the mask holds it (``sliding_window``), or meant for other implementations.
+        Unused: the mask contains it (``sliding_window``), or it is meant for other implementations.
 
     Returns
     -------
@@ -68,7 +68,7 @@ def attention_forward(module: Any, query: Tensor, key: Tensor, value: Tensor, at
     Raises
     ------
     NotImplementedError
-        Dropout, a head mask, keys chosen for every query, or a dynamic layer with what it cannot take.
+        Dropout, a head mask, keys chosen per query, or arguments that a dynamic layer does not support.
     """
     if dropout:
         raise NotImplementedError(f"attn_implementation='cupy_dma' has no dropout of attention weights, got "
@@ -77,8 +77,8 @@ def attention_forward(module: Any, query: Tensor, key: Tensor, value: Tensor, at
         if others.get(name) is not None:
             raise NotImplementedError(f"attn_implementation='cupy_dma' takes no {name}")
     if others.get("output_attentions"):
-        warnings.warn("attn_implementation='cupy_dma' never computes attention weights: output_attentions=True gives "
-                      "None for them; 'eager' computes them", stacklevel=2)
+        warnings.warn("attn_implementation='cupy_dma' never computes attention weights: with output_attentions=True "
+                      "they are None; use 'eager' to get them", stacklevel=2)
     if isinstance(attention_mask, Visibility) and attention_mask.is_plain:
         attention_mask, is_causal = None, attention_mask.causal
     if attention_mask is None and cu_seq_lens_k is not None:
@@ -119,10 +119,10 @@ def attention_forward(module: Any, query: Tensor, key: Tensor, value: Tensor, at
 def dynamic_attention(module: Any, how: DynamicMask | GateMask, query: Tensor, key: Tensor, value: Tensor, mask: Any,
                       cache: DynamicMaskCache | None, *, scale: float | None, softcap: float = 0.0,
                       sink_logits: Tensor | None = None) -> Tensor:
-    """``out (B, Q, H, D)`` of a layer with a dynamic mask. ``cache``: where it keeps its tokens, unless key and value
-    hold all of them."""
+    """``out (B, Q, H, D)`` of a layer with a dynamic mask. ``cache``: the layer's own cache, unless key and value hold
+    all tokens."""
     if mask is not None and not isinstance(mask, Visibility):
-        raise NotImplementedError(f"a layer with a dynamic mask takes padding (B, K) as attention_mask, which the "
+        raise NotImplementedError(f"a layer with a dynamic mask needs padding (B, K) as attention_mask, which the "
                                   f"model turns into its own kind of mask, got {_described(mask)}")
     if mask is not None and not mask.causal:
         raise NotImplementedError("a layer with a dynamic mask is causal, but its model asks for a bidirectional mask")
@@ -130,7 +130,7 @@ def dynamic_attention(module: Any, how: DynamicMask | GateMask, query: Tensor, k
     query, key, value = _bnhd(query, key, value)
     if isinstance(how, GateMask):
         return gated_attention(module, query, key, value, seen, scale=scale, softcap=softcap, sink_logits=sink_logits)
-    if sink_logits is not None and how.form == "exp":  # sinks have the score of the keys that A = 0 gives
+    if sink_logits is not None and how.form == "exp":  # keys have the score exp(0) = 1 while A = 0; so do sinks
         sink_logits = sink_logits + 1
     settings: dict[str, Any] = {"scale": scale, "softcap": softcap, "sink_logits": sink_logits}
     layer = cache.layers[module.layer_idx] if cache is not None else None
@@ -160,7 +160,7 @@ def dynamic_attention(module: Any, how: DynamicMask | GateMask, query: Tensor, k
 
 
 def _scores(module: Any, how: DynamicMask, value: Tensor, padding: Tensor | None) -> Tensor:
-    """``(B, Hkv, K)``. Of equal ones the newest keys are kept."""
+    """``(B, Hkv, K)``. Of equal scores the newest keys are kept."""
     if how.form == "none":
         return value.new_zeros((value.shape[0], value.shape[2], value.shape[1]), dtype=wide(value))
     return layer_scores(value, module.dt_proj, module.A, form=how.form, padding=padding)
@@ -178,7 +178,7 @@ def _attend(layer: DynamicMaskLayer, module: Any, how: DynamicMask, query: Tenso
 
 
 def _is_causal(module: Any, given: bool | None) -> bool:
-    """Whether a call without a mask is causal. The call knows best; a module that does not say is a cross-attention."""
+    """Whether a call without a mask is causal, by its argument, else by the module; no answer means cross-attention."""
     return bool(getattr(module, "is_causal", False) if given is None else given)
 
 

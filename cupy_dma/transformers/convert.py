@@ -1,10 +1,10 @@
-"""Dynamic masks for any causal model of transformers, by one of three policies.
+"""Dynamic masks for any causal model of transformers, with one of three policies.
 
     top_w      the best keys by scores of their values. All scores are equal while ``A = 0``, so with a window of at
-               least the length the model is the function it was (specification, section 15)
-    gate       keys whose gates stay open, and the last ones. All gates are open at first, so the model is the function
-               it was (specification, section 16)
-    window     the first and the last keys: no parameters, what the others are to be compared with
+               least the length the model's function is unchanged (specification, section 15)
+    gate       keys whose gates stay open, and the last ones. All gates are open at first, so the model's function is
+               unchanged (specification, section 16)
+    window     the first and the last keys: no parameters, a baseline for the other two
 """
 from __future__ import annotations
 
@@ -41,22 +41,22 @@ def convert(model: PreTrainedModel, window: int | Sequence[int] | None = None, *
         ``"cupy_dma"``.
     window : int, or one int per kv head
         With ``"top_w"`` and ``"window"``: keys kept per query and kv head, the highest-scored or the last ones.
-    policy
+        ``"top_w"``, ``"gate"`` or ``"window"``; it determines which of the other arguments are allowed.
         ``"top_w"``, ``"gate"`` or ``"window"``, which decides what the other arguments may be.
     layers : ints, optional
         Which layers to convert; by default all but those with a sliding window or chunks of their own.
     sinks : int
-        How many first tokens of each sequence are kept as well; by default none with ``"top_w"``, otherwise 4.
+        First tokens of each sequence that are kept too; by default none with ``"top_w"``, otherwise 4.
     recent : int
-        With ``"top_w"``: how many last tokens are kept as well, by default none.
+        With ``"top_w"``: last tokens that are kept too, by default none.
     form
-        With ``"top_w"``: of the scores; see ``cupy_dma.key_scores``. With ``"linear"`` scores are 0 at first, with
-        ``"exp"``, the default, 1.
+        With ``"top_w"``: of the scores; see ``cupy_dma.key_scores``. ``"linear"`` scores are 0 at first, ``"exp"``
+        (the default) scores are 1.
     delay, threshold, hidden, temperature
         With ``"gate"``: as for ``cupy_dma.torch.RetentionGate``.
     trainable
-        With ``"gate"``: ``"gate"``, the default, leaves ``requires_grad`` to the gates alone, ``"all"`` changes it
-        nowhere.
+        With ``"gate"``: ``"gate"``, the default, leaves ``requires_grad`` set on the gates only, ``"all"`` does not
+        change it.
 
     Returns
     -------
@@ -68,8 +68,8 @@ def convert(model: PreTrainedModel, window: int | Sequence[int] | None = None, *
     Raises
     ------
     TypeError, ValueError
-        An argument has the wrong type or value, or is not one of the policy's, or the model cannot have dynamic masks:
-        it is converted already, is not causal, or has an attention that they do not fit. Nothing has been changed then.
+        An argument has the wrong type or value, does not belong to the policy, or the model cannot have dynamic masks:
+        it is converted already, is not causal, or has an attention that they do not fit. Nothing is changed then.
 
     Notes
     -----
@@ -77,10 +77,10 @@ def convert(model: PreTrainedModel, window: int | Sequence[int] | None = None, *
     called before ``from_pretrained``; the loaded parameters all require gradients.
 
     ``"top_w"``: while ``A = 0``, only ``A`` gets a gradient, not ``dt_proj``, and of the equal scores the newest win:
-    the model sees the last ``window`` keys. One step of training ends that, and which keys are kept then has little to
-    do with what the model needs, so give it ``recent`` keys, too, unless the window is long.
+    the model sees the last ``window`` keys. After the first training step the selection is nearly unrelated to what the
+    model needs, so keep ``recent`` keys too, unless the window is long.
 
-    ``"gate"``: ``cupy_dma.retrofit`` trains the gates. They are float32, or float64, whatever the model's type.
+    ``"gate"``: ``cupy_dma.retrofit`` trains the gates. They are float32 or float64, whatever the model's type.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a PreTrainedModel of transformers, got {type(model).__name__}")
@@ -109,13 +109,13 @@ def convert(model: PreTrainedModel, window: int | Sequence[int] | None = None, *
 
 
 def _options(policy: str, heads: int, given: dict[str, Any]) -> dict[str, Any]:
-    """The checked options of a policy, as they are noted."""
+    """The checked options of a policy, as stored in the configuration."""
     checks.choice(policy, "policy", tuple(OPTIONS))
     wrong = [name for name in given if name not in OPTIONS[policy]]
     if wrong:
         raise ValueError(f"policy={policy!r} takes {', '.join(OPTIONS[policy])}, got {', '.join(wrong)}")
     if policy == "gate":
-        gate = RetentionGate(1, 1, device="meta", **given)  # which checks them and knows the defaults
+        gate = RetentionGate(1, 1, device="meta", **given)  # checks them and supplies the defaults
         return {"policy": policy, **{name: getattr(gate, name) for name in OPTIONS[policy]}}
     if "window" not in given:
         raise TypeError(f"policy={policy!r} needs a window")
@@ -135,7 +135,7 @@ def _chosen(layers: Iterable[int] | None, found: dict[int, nn.Module], config: A
         chosen = [index for index in sorted(found) if index not in local]
         if not chosen:
             raise ValueError("every layer of the model has a sliding window or chunks of its own, and the best keys of "
-                             "such a mask are not an interval mask: set config.sliding_window to None to give it up")
+                             "such a mask are not an interval mask: set config.sliding_window to None to remove it")
         return chosen
     chosen = sorted({checks.whole(index, "layers", 0) for index in layers})
     unknown, wrong = [i for i in chosen if i not in found], [i for i in chosen if i in local]

@@ -1,9 +1,8 @@
-"""Attention modules with dynamic masks made of those of any causal model.
+"""Attention modules with dynamic masks, made from those of any causal model.
 
-A module keeps its parts and their weights, gets ``A`` and ``dt_proj`` or a gate beside them, and becomes an instance of
-a subclass of its class that knows its selection. Which modules, the model's configuration says: ``convert`` notes it
-there, and a model built from such a configuration is converted when it is made, before its weights are loaded
-(``registration.py``).
+A module keeps its parts and their weights, gets ``A`` and ``dt_proj`` or a gate in addition, and becomes an instance of
+a subclass of its class that knows its selection. ``convert`` notes in the model's configuration which modules; a model
+built from such a configuration is converted when it is made, before its weights are loaded (``registration.py``).
 """
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from cupy_dma.transformers.served import self_attention
 
 
 class Plan(NamedTuple):
-    """What becomes of an attention module."""
+    """The target of a conversion."""
 
     module: Any
     how: DynamicMask | GateMask
@@ -60,8 +59,8 @@ class _DynamicMasked:
     """What a converted attention module adds to its class."""
 
     dynamic_mask: DynamicMask | GateMask
-    dynamic_cache: DynamicMaskCache | None = None  # of the call under way
-    gate_call: GateCall | None = None  # the same
+    dynamic_cache: DynamicMaskCache | None = None  # of the current call
+    gate_call: GateCall | None = None  # likewise
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         implementation = self.config._attn_implementation  # type: ignore[attr-defined]
@@ -86,7 +85,7 @@ class _DynamicMasked:
 
 
 def _blank(kind: type) -> nn.Module:
-    """A module of a pickle or copy, without its state."""
+    """A new module for a pickle or copy, still without its state."""
     sys.modules[__package__].register()  # not imported from there: registration.py imports this module
     made: Any = _with_dynamic_mask(kind)
     return made.__new__(made)
@@ -111,7 +110,7 @@ def _value_size(module: Any, config: Any) -> tuple[int, int]:
 
 
 def _width(module: Any, config: Any) -> int:
-    """Size of a token of the module's input: the hidden size, unless none of its layers takes that."""
+    """Size of the module's input tokens: the hidden size, unless none of its layers takes that."""
     inputs = [child.in_features if isinstance(child, nn.Linear) else child.weight.shape[0]
               for child in module.modules() if isinstance(child, nn.Linear) or type(child).__name__ == "Conv1D"]
     return inputs[0] if inputs and config.hidden_size not in inputs else config.hidden_size

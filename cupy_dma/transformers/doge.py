@@ -1,8 +1,7 @@
 """Doge's attention in O(N): scores from its ``A`` and ``dt_proj``, selection, attention.
 
-The same function as transformers' own, which writes the mask as an array ``(B, H, Q, K)``: queries see the
-``keep_window_size`` best of the keys before them. Of keys with equal scores the newest is kept; ``torch.topk`` keeps
-any of them.
+Computes the same function as transformers' own code, which builds the mask as an array ``(B, H, Q, K)``: queries see
+the ``keep_window_size`` best of the keys before them. Of equal scores the newest key is kept; ``torch.topk`` keeps any.
 """
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from cupy_dma.transformers.layers import NAME, DynamicMask
 
 
 def doge_forward(original: Callable) -> Callable:
-    """``DogeAttention.forward`` that goes its own way where the model's attention implementation is ``cupy_dma``."""
+    """``DogeAttention.forward``, replaced if the model's attention implementation is ``cupy_dma``."""
     from transformers.models.doge.modeling_doge import apply_rotary_pos_emb
 
     @functools.wraps(original)

@@ -1,4 +1,4 @@
-"""A step of decoding as a CUDA graph: one launch instead of some hundred of the host's.
+"""A decoding step as a CUDA graph: one launch in place of several hundred.
 
 A ``DynamicMaskCache`` never grows or moves by itself and keeps its lengths on the GPU, so one captured forward pass of
 one token serves every step, at any length.
@@ -36,13 +36,13 @@ class DecodingStep:
     Raises
     ------
     TypeError, ValueError
-        The model or the cache is not as above. Nothing has been changed then.
+        The model or the cache does not meet these conditions. Nothing is changed then.
 
     Notes
     -----
-    Every step overwrites the logits that the one before returned. The capture takes two forward passes; the cache is
-    as before afterwards, also if it fails. Rotary positions count each row's real tokens. Where the cache has got other
-    rows in other memory (``batch_select_indices``, ``batch_repeat_interleave``), the next step is captured anew.
+    Every step overwrites the logits returned by the previous one. The capture takes two forward passes and leaves the
+    cache unchanged, even if it fails. Rotary positions count each row's real tokens. If the cache's rows have moved to
+    other memory (``batch_select_indices``, ``batch_repeat_interleave``), the next step is captured again.
     """
 
     def __init__(self, model: Any, cache: DynamicMaskCache):
@@ -62,7 +62,7 @@ class DecodingStep:
     def _checked_stores(self) -> list[DynamicCache]:
         """The caches of all layers."""
         if any(not layer.stores or layer.record_past for layer in self._layers):
-            raise ValueError("cache must hold at least one token, without recording of the past")
+            raise ValueError("cache must hold at least one token and must not record its past")
         self._cache.check_whole()
         return [store for layer in self._layers for store in layer.stores]
 
@@ -112,7 +112,7 @@ class DecodingStep:
         ValueError
             ``ids`` has another shape, or the cache records its past.
         RuntimeError
-            A forward pass on the cache has failed in the middle.
+            An earlier forward pass on the cache failed part-way.
         """
         stores = self._checked_stores()
         if ids.shape != (stores[0].batch, 1):

@@ -1,7 +1,7 @@
 """Which layers of a model have dynamic masks, as its configuration says.
 
-Doge's have them all (``keep_window_size``). A converted model notes them under ``dynamic_mask``, which is saved with
-its configuration, by policy::
+All layers of Doge have one (``keep_window_size``). A converted model notes its layers under ``dynamic_mask``, which is
+saved with its configuration, by policy::
 
     {"layers": [0, 1, ...], "window": 2048, "sinks": 0, "recent": 0, "form": "exp"}
     {"layers": [0, 1, ...], "policy": "window", "window": 2048, "sinks": 4}
@@ -21,8 +21,8 @@ GATE = "retention_gate"  # of the gate in a converted attention module
 
 @dataclass(frozen=True)
 class DynamicMask:
-    """How a layer selects by scores; see ``cupy_dma.torch.DynamicMaskAttention``. The form ``"none"`` has no scores:
-    the last ``window`` keys."""
+    """How a layer selects by scores; see ``cupy_dma.torch.DynamicMaskAttention``. The form ``"none"`` keeps the last
+    ``window`` keys, without scores."""
 
     window: Window
     sinks: int = 0
@@ -42,8 +42,8 @@ class GateMask:
 
 
 def dynamic_layers(config: Any) -> dict[int, DynamicMask | GateMask]:
-    """The layers with dynamic masks of a model with this configuration. Doge's that are sliding windows, too, are left
-    out: what they keep is not an interval mask."""
+    """The layers with dynamic masks of a model with this configuration. Doge layers that are also sliding windows are
+    left out: what they keep is not an interval mask."""
     how: DynamicMask | GateMask
     if getattr(config, "model_type", None) == "doge":
         if config.sliding_window is not None:
@@ -54,7 +54,7 @@ def dynamic_layers(config: Any) -> dict[int, DynamicMask | GateMask]:
     if noted is None:
         return {}
     policy = noted.get("policy")
-    options: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value  # JSON has lists
+    options: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value  # JSON has no tuples
                                for name, value in noted.items() if name not in ("layers", "policy")}
     if policy == "gate":
         how = GateMask(**options)
@@ -66,5 +66,5 @@ def dynamic_layers(config: Any) -> dict[int, DynamicMask | GateMask]:
 
 
 def gated_layers(config: Any) -> list[int]:
-    """Those of them that have gates: all or none."""
+    """The gated ones among them: all or none."""
     return [index for index, how in dynamic_layers(config).items() if isinstance(how, GateMask)]

@@ -1,14 +1,14 @@
-"""What makes transformers know ``attn_implementation="cupy_dma"``.
+"""Registers ``attn_implementation="cupy_dma"`` with transformers.
 
-The attention and the mask function go into the registries that transformers has for them. For the rest it has none, so
-five of its methods are wrapped; each does what it did unless a model asks for this implementation:
+The attention and the mask function go into the registries of transformers. The rest has no registry, so five methods
+are wrapped; each behaves as before unless a model asks for this implementation:
 
     DogeAttention.forward                             scores and selection in O(N) (``doge.py``)
-    GenerationMixin._prepare_cache_for_generation     a cache of ours for models with dynamic masks
-    PreTrainedModel.post_init                         a model built from a converted model's configuration is converted;
-                                                      one that cannot be served raises (``served.py``),
-    PreTrainedModel.set_attn_implementation           here, too,
-    PreTrainedModel._check_and_adjust_attn_implementation  and here, before it is built
+    GenerationMixin._prepare_cache_for_generation     this package's caches for models with dynamic masks
+    PreTrainedModel.post_init                         converts a model built from a converted model's configuration;
+                                                      raises for a model that is not supported (``served.py``)
+    PreTrainedModel.set_attn_implementation           raises likewise
+    PreTrainedModel._check_and_adjust_attn_implementation  raises likewise, before the model is built
 """
 from __future__ import annotations
 

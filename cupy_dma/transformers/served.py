@@ -1,7 +1,7 @@
-"""Which models are served: by ``attn_implementation="cupy_dma"``, and by ``convert``.
+"""Which models ``attn_implementation="cupy_dma"`` and ``convert`` support.
 
-Both ask before anything changes, and name the reason. ``docs/transformers.md`` has what they answer for every causal
-model of transformers; ``tests/transformers/test_every_model.py`` holds them to it.
+Both checks run before anything changes, and name the reason. ``docs/transformers.md`` lists the answer for every causal
+model of transformers; ``tests/transformers/test_every_model.py`` verifies the list.
 """
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cupy_dma.transformers.layers import NAME
 MAX_HEAD_DIM = 256
 _NO_INTERFACE = "it does not call the attention interface of transformers"
 _TOWERS = ("vision_config", "audio_config")
-# By type of the configuration: what their classes do not show.
+# By configuration type: what the classes do not show.
 _OTHER_MASKS = {"git": "its masks let text see images by a rule of their own",
                 "gemma4_assistant": "it reads the keys of another model in reverse order",
                 "gemma4_unified_assistant": "it reads the keys of another model in reverse order"}
@@ -41,7 +41,7 @@ def check_served(model: PreTrainedModel) -> None:
 
 
 def check_class(model: PreTrainedModel) -> None:
-    """Raise ValueError if the model's class tells that it cannot; it may have no modules yet."""
+    """Raise ValueError if the model's class shows that it cannot; it may have no modules yet."""
     config = model.config
     is_whole = config.base_config_key not in _TOWERS and config.get_text_config(decoder=True) is config
     if is_whole and not config.is_encoder_decoder and not model._can_set_attn_implementation():
@@ -61,7 +61,7 @@ def self_attention(model: PreTrainedModel) -> dict[int, nn.Module]:
     Raises
     ------
     ValueError
-        The model is not causal, has none, or its attention is one that a dynamic mask does not fit.
+        The model is not causal, has none, or has an attention that a dynamic mask does not fit.
     """
     check_served(model)
     name, config = type(model).__name__, model.config.get_text_config(decoder=True)
@@ -94,7 +94,7 @@ def self_attention(model: PreTrainedModel) -> dict[int, nn.Module]:
 
 
 def _attention(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The attention modules with a layer's index that attend to their own input, through transformers' interface."""
+    """The attention modules with a layer index that attend to their own input, through transformers' interface."""
     for path, module in model.named_modules():
         kind: Any = type(module)
         if type(getattr(module, "layer_idx", None)) is not int:

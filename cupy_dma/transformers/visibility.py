@@ -1,9 +1,9 @@
-"""What a model's mask says, in ``O(K)``: the mask function of ``attn_implementation="cupy_dma"``.
+"""A model's mask in ``O(K)``: the mask function of ``attn_implementation="cupy_dma"``.
 
 transformers describes a mask by a function of indices, which its other implementations evaluate for every query and
-key. Those that a causal model uses are conjunctions of few kinds (causality, a sliding window, chunks, packed
-sequences), so this module reads them off the function and keeps what they mean: two integers per key
-(``IntervalMask``), and padding and sequences of the keys for a selection. No array of size Q x K is made.
+key. Causal models combine a few kinds (causality, a sliding window, chunks, packed sequences), so this module reads
+these off the function and stores their meaning: two integers per key (``IntervalMask``), and padding and sequences of
+the keys for a selection. No Q x K array is made.
 
 Positions are those of the keys of the call: key ``j`` of ``K`` stands at ``j``, query ``i`` at ``first_query + i``.
 """
@@ -31,18 +31,18 @@ class Visibility:
     first_query: int | Tensor  # an int, or an integer tensor with one element (transformers' static cache)
     device: torch.device
     causal: bool = True
-    window: int | None = None  # a query sees keys less than this behind it (and, not causal, before it)
+    window: int | None = None  # a query sees keys less than this before it (and after it, if not causal)
     padding: Tensor | None = None  # bool (B, K), True = a real token
     documents: list[Tensor] = field(default_factory=list)  # integers (B, K): a query sees keys with its own number
     looks_back: bool = False  # whether the window is one of causal masks
 
     _interval: IntervalMask | None = field(default=None, init=False, repr=False)
 
-    ndim = 4  # as transformers asks of a mask that it is given ready-made
+    ndim = 4  # transformers requires it of a ready-made mask
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """``(1, 1, Q, K)``: what a dense mask's shape would broadcast with."""
+        """``(1, 1, Q, K)``: the shape that a dense mask would broadcast to."""
         return 1, 1, self.query_length, self.key_length
 
     @property
@@ -52,7 +52,7 @@ class Visibility:
 
     @property
     def is_plain(self) -> bool:
-        """Whether causality, with the last query at the last key, is all that there is, or nothing at all."""
+        """Whether the mask is just causality with the last query at the last key, or nothing at all."""
         return (self.is_aligned or not self.causal) and not self.documents and self.padding is None and (
             self.window is None or self.is_aligned and self.window >= self.key_length)
 
@@ -75,7 +75,7 @@ class Visibility:
         return self._interval
 
     def __getitem__(self, index: Any) -> Visibility:
-        """Part of the queries, part of the keys from the first on: what models slice off a mask ``(B, 1, Q, K)``."""
+        """Some of the queries and the first keys: what models slice from a mask ``(B, 1, Q, K)``."""
         index = index if isinstance(index, tuple) else (index,)
         if Ellipsis in index:
             at = index.index(Ellipsis)
@@ -111,7 +111,7 @@ class Visibility:
         return self.placed(functools.reduce(IntervalMask.__and__, masks))
 
     def placed(self, mask: IntervalMask) -> IntervalMask:
-        """``mask``, whose runs count from the first key, for queries that attention aligns with the last key."""
+        """``mask``, whose runs count from the first key, for queries that attention aligns to the last key."""
         if self.is_aligned:
             return mask
         shift = self.key_length - self.query_length - self.first_query
@@ -138,21 +138,21 @@ class Visibility:
                        documents=[numbers.to(device) for numbers in self.documents])
 
 
-@torch.compiler.disable  # the graph breaks here: a traced function cannot be asked for what it closes over
+@torch.compiler.disable  # a graph break here: a traced function cannot be inspected for its closure
 def visibility(batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0,
                mask_function: Callable | None = None, attention_mask: Any = None, device: Any = "cpu",
                **others: Any) -> Visibility:
-    """The mask function to register with transformers; its arguments are those of ``masking_utils.sdpa_mask``. A
-    ``Visibility`` made before the forward pass, as ``attention_mask``, is returned.
+    """The mask function to register with transformers; its arguments are those of ``masking_utils.sdpa_mask``. An
+    ``attention_mask`` that is a ``Visibility``, made before the forward pass, is returned unchanged.
 
     Returns
     -------
-    Visibility, never None: a layer that gets none would have to guess what its model meant.
+    Visibility, never None: a layer without one would have to guess what its model meant.
 
     Raises
     ------
     NotImplementedError
-        The mask is not one of the kinds named above.
+        The mask is not of these kinds.
     """
     if isinstance(attention_mask, Visibility):
         return attention_mask
@@ -171,14 +171,14 @@ def visibility(batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0
 
 
 def _is_known_to_be_true(real: Tensor) -> bool:
-    """Whether all of it is True. It is not read (which synchronizes) where it cannot be."""
+    """Whether all of it is True. False if reading it is impossible; reading synchronizes."""
     if real.is_cuda and torch.cuda.is_current_stream_capturing():
         return False
     return bool(real.all())
 
 
 def _read(function: Callable, found: Visibility, kv_offset: int, batch: int, positions: Tensor | None) -> None:
-    """Add what a mask function of transformers demands. ``positions (B, K)``: what it counts in, if not in keys."""
+    """Add the conditions of a mask function of transformers. ``positions (B, K)``: what it counts, if not keys."""
     name = f"{function.__module__}.{function.__qualname__}".replace(".<locals>", "")
     inside = dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in function.__closure__ or ())))
     kind = name.removeprefix(f"{_LIBRARY}.")
@@ -210,7 +210,7 @@ def _read(function: Callable, found: Visibility, kv_offset: int, batch: int, pos
 
 
 def _read_union(name: str, functions: Sequence[Callable], found: Visibility, *where: Any) -> None:
-    """Add a union whose blocks, of tokens that see each other (images), are empty: text alone."""
+    """Add a union with blocks of mutually visible tokens (images) if there are none, that is for text alone."""
     blocks = [each for each in functions if each.__qualname__ == "blockwise_overlay.<locals>.inner_mask"]
     others = [each for each in functions if each not in blocks]
     if len(others) != 1:
@@ -222,5 +222,5 @@ def _read_union(name: str, functions: Sequence[Callable], found: Visibility, *wh
 
 def _unknown(name: str) -> NotImplementedError:
     return NotImplementedError(
-        f"attn_implementation='cupy_dma' knows masks of causality, sliding windows, chunks, packed sequences and "
+        f"attn_implementation='cupy_dma' supports masks of causality, sliding windows, chunks, packed sequences and "
         f"padding, but the model asks for {name}; use attn_implementation='sdpa' or 'eager' for it")

@@ -242,7 +242,7 @@ def test_algebra_and_constructors():
         assert ours.key_length == N
     united = jax.jit(lambda s: dj.top_w(s, 5) | dj.IntervalMask.sliding_window(N, 3))(s)
     assert np.array_equal(united.to_dense(N), pairs[1][1].to_dense(N))
-    with pytest.raises(ValueError, match="runs are known to touch when it is traced"):
+    with pytest.raises(ValueError, match="runs are known to touch at trace time"):
         jax.jit(lambda m: m | dj.IntervalMask.padding(padding))(pairs[0][0])
     assert np.array_equal((dj.top_w(s, 5) & dj.IntervalMask.causal(N)).to_dense(N), arrays.to_dense(N))
 

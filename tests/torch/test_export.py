@@ -132,9 +132,9 @@ def test_a_step_of_a_cache_is_refused():
     layer = DynamicMaskAttention(HKV, D, W)
     cache = layer.make_cache(B)
     given = [torch.randn(B, 1, h, D) for h in (H, HKV, HKV)]
-    with pytest.raises(TypeError, match=r"key must be a tensor with memory.*torch\.export"):
+    with pytest.raises(TypeError, match=r"key must be a tensor with readable memory.*torch\.export"):
         torch.export.export(Function(lambda *x: layer.extend(cache, *x)), tuple(given), strict=False)
-    with pytest.raises(TypeError, match=r"value must be a tensor with memory.*torch\.export"):
+    with pytest.raises(TypeError, match=r"value must be a tensor with readable memory.*torch\.export"):
         torch.export.export(Function(lambda value: dma.backward.key_scores_backward(
             torch.zeros(B, HKV, 1), value, layer.dt_proj.weight, layer.A)[0]), (given[2],), strict=False)
     assert cache.length.tolist() == [0] * B

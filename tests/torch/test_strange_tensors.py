@@ -146,7 +146,7 @@ def test_fake_tensors_get_fake_results(name, inside, learns):
 
 def test_what_has_no_fake_form_says_so():
     fake = FakeTensorMode().from_tensor(torch.zeros(B, HKV, N))
-    with pytest.raises(TypeError, match="scores must be a tensor with memory that can be read, got FakeTensor"):
+    with pytest.raises(TypeError, match="scores must be a tensor with readable memory, got FakeTensor"):
         dma.IntervalMask.top_w(fake, 3)
 
 

@@ -348,7 +348,7 @@ def test_a_step_after_crop(model, monkeypatch):
     cache.crop(-2)
     steps(model, step, other, 6)
     cache.activate_past_recording()
-    with pytest.raises(ValueError, match="without recording of the past"):
+    with pytest.raises(ValueError, match="must not record its past"):
         step(IDS[:, 8:9])
     logits(model, IDS[:, 20:25], cache)
     cache.crop(-5)

@@ -218,7 +218,7 @@ def test_a_mask_made_by_hand(form):
     mask = seen if form == "bool" else torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
     expected = small.twin(model, "sdpa")(**given, attention_mask=mask).logits
     torch.testing.assert_close(model(**given, attention_mask=mask).logits, expected, rtol=0, atol=1e-4)
-    with pytest.raises(NotImplementedError, match=r"takes padding \(B, K\)"):
+    with pytest.raises(NotImplementedError, match=r"needs padding \(B, K\)"):
         small.model_of("doge")(**given, attention_mask=mask)
 
 
