@@ -120,10 +120,10 @@ sanitize: $(TEST_READY)
 	    $(if $(VENV),,PYTHONPATH=.) compute-sanitizer --tool $$tool --error-exitcode 1 $(if $(VENV),$(RUN),$(PYTHON)) -m tests.gpu.sanitize; done
 
 bench: $(BENCH_READY)
-	$(RUN) benchmarks/forward.py $(ARGS)
-	$(RUN) benchmarks/backward.py $(ARGS)
-	$(RUN) benchmarks/dense.py $(ARGS)
-	$(RUN) benchmarks/decode.py $(ARGS)
+	$(RUN) -m benchmarks forward $(ARGS)
+	$(RUN) -m benchmarks backward $(ARGS)
+	$(RUN) -m benchmarks dense $(ARGS)
+	$(RUN) -m benchmarks decode $(ARGS)
 
 # Small models leave a GPU idle half of the time: two processes share it. Exit status 3: time is up, and the next run
 # goes on from there.
@@ -131,11 +131,11 @@ EVIDENCE := mqar language_model needle
 
 evidence: $(BENCH_READY)
 	for name in $(EVIDENCE); do \
-	    $(RUN) benchmarks/$$name.py --compile --share 1/2 $(ARGS) & other=$$!; \
-	    $(RUN) benchmarks/$$name.py --compile --share 2/2 $(ARGS); status=$$?; \
+	    $(RUN) -m benchmarks $$name --compile --share 1/2 $(ARGS) & other=$$!; \
+	    $(RUN) -m benchmarks $$name --compile --share 2/2 $(ARGS); status=$$?; \
 	    wait $$other || status=$$?; [ $$status = 0 ] || exit $$status; \
 	done
-	for name in $(EVIDENCE); do $(RUN) benchmarks/$$name.py --update-docs || exit; done
+	for name in $(EVIDENCE); do $(RUN) -m benchmarks $$name --update-docs || exit; done
 
 # Of the checks only those in a browser need one: without a Chromium they are skipped, and the run says so. mkdocs
 # --quiet would count no warnings, and --strict let them pass.

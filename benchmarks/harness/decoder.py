@@ -1,4 +1,4 @@
-"""A decoder whose attention can be exchanged, for benchmarks/training.py.
+"""A decoder whose attention can be exchanged, for benchmarks/routines/training.py.
 
     x  = embed(tokens)                                            (B, N, width)
     x += attention(norm(x)),  x += down(silu(gate(h)) * up(h)),  h = norm(x)      in each layer

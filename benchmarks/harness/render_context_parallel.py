@@ -1,4 +1,4 @@
-"""Results of benchmarks/context_parallel.py as text and as the tables of docs/distributed.md. Needs no torch."""
+"""Results of the routine context_parallel as text and as the tables of docs/distributed.md. Needs no torch."""
 from __future__ import annotations
 
 from pathlib import Path
@@ -60,7 +60,7 @@ def table(result: dict[str, Any]) -> str:
                   f"{versions.get('torch_cuda', '?')}, torch {versions.get('torch', '?')}), bfloat16, "
                   f"{sizes['heads']}/{sizes['kv_heads']} heads, D {sizes['head_dim']}, w {sizes['window']}, "
                   f"{result['date'][:10]}. *received*: by a rank from others in a call. All numbers and the method: "
-                  f"[benchmarks/results](../benchmarks/results), `benchmarks/context_parallel.py`."]
+                  f"[benchmarks/results](../benchmarks/results), `python -m benchmarks context_parallel`."]
     return "\n".join(lines)
 
 

@@ -179,7 +179,7 @@ LINES = (("cudnn", "dense", "cuDNN, all keys", "tab:red"), ("flash", "dense", "F
 class DecodeReport(Report):
     @property
     def script(self) -> str:
-        return "benchmarks/decode.py"
+        return "benchmarks/routines/decode.py"
 
     def panels(self, result: dict[str, Any]) -> list[Panel]:
         """Time against history: the original's table, then a panel for each batch and number of heads."""

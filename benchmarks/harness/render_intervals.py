@@ -36,8 +36,8 @@ def _table(result: dict[str, Any]) -> str:
     lines = ["| N, head dim, mask | " + " | ".join(COLUMNS) + " |", "|---|" + "--:|" * len(COLUMNS),
              *("| " + " | ".join(row) + " |" for row in _rows(result))]
     return "\n".join([*lines, "", f"Milliseconds, medians, batch 1, 16/8 heads, bfloat16, on one {result['device']}, "
-                      f"{result['date'][:10]}; masks and method: benchmarks/intervals.py. All gradients were checked "
-                      f"against float64 in the same run."])
+                      f"{result['date'][:10]}; masks and method: `python -m benchmarks intervals --help`. All "
+                      f"gradients were checked against float64 in the same run."])
 
 
 def _text(result: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The tables and the chart of benchmarks/language_model.py."""
+"""The tables and the chart of benchmarks/routines/language_model.py."""
 from __future__ import annotations
 
 import itertools

@@ -1,4 +1,4 @@
-"""The tables and the chart of benchmarks/mqar.py."""
+"""The tables and the chart of benchmarks/routines/mqar.py."""
 from __future__ import annotations
 
 import json

@@ -1,4 +1,4 @@
-"""The table and the chart of benchmarks/needle.py."""
+"""The table and the chart of benchmarks/routines/needle.py."""
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -26,8 +26,8 @@ def _table(result: dict[str, Any]) -> str:
              "|---|---|--:|--:|--:|--:|", *("| " + " | ".join(row) + " |" for row in _rows(result))]
     return "\n".join([*lines, "", f"How many times as fast as dense causal FlashAttention-2 the portable kernels are, "
                       f"16/8 heads, bfloat16, on one {result['device']} with the occupancy of other cards, "
-                      f"{result['date'][:10]}: see benchmarks/portable.py. All gradients were checked against float64 "
-                      f"in the same run."])
+                      f"{result['date'][:10]}: see `python -m benchmarks portable --help`. All gradients were checked "
+                      f"against float64 in the same run."])
 
 
 def _text(result: dict[str, Any]) -> str:

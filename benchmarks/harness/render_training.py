@@ -1,4 +1,4 @@
-"""Results of benchmarks/training.py as text, as the tables of docs/training.md and the README and as a chart. Needs no
+"""Results of the routine training as text, as the tables of docs/training.md and the README and as a chart. Needs no
 torch."""
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def table(result: dict[str, Any]) -> str:
                   f"On one {result['device']} (CUDA {versions.get('torch_cuda', '?')}, torch "
                   f"{versions.get('torch', '?')}, CuPy {versions.get('cupy', '?')}), {result['date'][:10]}; dense by "
                   f"{' or '.join(by) or 'nothing'}. All numbers and the method: "
-                  f"[benchmarks/results](../benchmarks/results), `benchmarks/training.py`."]
+                  f"[benchmarks/results](../benchmarks/results), `python -m benchmarks training`."]
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""torch's own context parallel for SDPA, the peer of benchmarks/context_parallel.py."""
+"""torch's own context parallel for SDPA, the peer of benchmarks/routines/context_parallel.py."""
 from __future__ import annotations
 
 import functools

@@ -1,4 +1,4 @@
-"""Training steps of the decoder of benchmarks/training.py with every sequence over several ranks, or on one."""
+"""Training steps of the decoder of the routine training with every sequence over several ranks, or on one."""
 from __future__ import annotations
 
 from typing import Any

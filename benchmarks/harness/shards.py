@@ -148,7 +148,7 @@ class Counting:
 
 def timed(step: Callable[[], Any], steps: int, device: str) -> dict[str, Any]:
     """Times of ``steps`` calls in milliseconds, and the peak of memory in them."""
-    from benchmarks.training import step_times
+    from benchmarks.routines.training import step_times
 
     if device == "cpu":
         return {"all_ms": step_times(step, steps, device), "peak_bytes": 0}

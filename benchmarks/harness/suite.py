@@ -196,6 +196,13 @@ class Suite:
     sets: tuple[str, ...] = ("table", "model", "all", "smoke")
 
 
+def parser_of(module: str, method: str | None) -> argparse.ArgumentParser:
+    """The options of a routine, which its module's name and docstring describe."""
+    first, _, rest = (method or "").partition("\n")
+    return argparse.ArgumentParser(prog=f"python -m benchmarks {module.rpartition('.')[2]}", description=first,
+                                   epilog=rest.strip(), formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
 def add_record_options(options: argparse.ArgumentParser) -> None:
     """Those of every script that writes results."""
     options.add_argument("--out", help="folder of what is recorded (default: that of the GPU in benchmarks/results)")
@@ -266,7 +273,7 @@ def run(suite: Suite, args: argparse.Namespace) -> int:
 
 
 def main(suite: Suite, arguments: list[str] | None = None) -> int:
-    options = argparse.ArgumentParser(description=suite.method.splitlines()[0])
+    options = parser_of(suite.report.name, suite.method)
     options.add_argument("--set", choices=suite.sets, default="all")
     options.add_argument("--quick", action="store_true", help="few cases, no FlexAttention")
     options.add_argument("--seconds", type=float, default=suite.seconds,

@@ -1,12 +1,12 @@
-"""``benchmarks/context_parallel.py`` on the ranks of ``ranks.py``."""
+"""The benchmark context_parallel on the ranks of ``ranks.py``."""
 from __future__ import annotations
 
 from typing import Any
 
 import torch
 
-from benchmarks import context_parallel as benchmark
 from benchmarks.harness.shards import Problem
+from benchmarks.routines import context_parallel as benchmark
 from cupy_dma import distributed
 
 

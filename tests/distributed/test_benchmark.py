@@ -1,4 +1,4 @@
-"""benchmarks/context_parallel.py on the CPU in a tiny size: its rows, its checks, and what it makes of them."""
+"""The benchmark context_parallel on the CPU in a tiny size: its rows, its checks, and what it makes of them."""
 from __future__ import annotations
 
 import json
@@ -8,10 +8,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from benchmarks import context_parallel as benchmark  # noqa: E402
 from benchmarks.harness import render_context_parallel as render  # noqa: E402
 from benchmarks.harness import shards  # noqa: E402
 from benchmarks.harness.shards import Problem  # noqa: E402
+from benchmarks.routines import context_parallel as benchmark  # noqa: E402
 from tests.distributed import benchmark_jobs as jobs  # noqa: E402
 
 SMOKE = ["--device", "cpu", "--smoke", "--commit", "abc"]
@@ -139,4 +139,4 @@ def test_ratios():
 
 def test_the_tables_are_the_recorded_ones():
     shown = benchmark.DOCS.read_text().split(render.MARKED.begin)[1].split(render.MARKED.end)[0].strip()
-    assert shown == render.page(benchmark.results()), "run: python benchmarks/context_parallel.py --update-docs"
+    assert shown == render.page(benchmark.results()), "run: python -m benchmarks context_parallel --update-docs"

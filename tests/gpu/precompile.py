@@ -25,7 +25,7 @@ from unittest import mock
 import numpy as np
 
 import cupy_dma as dma
-from benchmarks import backward, tune_sm90, tune_sm90_backward
+from benchmarks.routines import backward, tune_sm90, tune_sm90_backward
 from cupy_dma.arrays import Operand
 from cupy_dma.backends.cuda.attention import sm90
 from cupy_dma.backends.cuda.runtime import disk_cache, jit
@@ -121,7 +121,7 @@ def portable_configs() -> dict[jit.Config, None]:
 
 
 def tuning_configs(head_dims: Sequence[int] = (64, 96, 128, 192, 256)) -> dict[jit.Config, None]:
-    """Of benchmarks/tune_sm90.py, by shorter calls of the same kinds."""
+    """Of the routine tune_sm90, by shorter calls of the same kinds."""
     with emulator.hopper_gpu(Recorder) as runtime:
         for case in tune_sm90.cases(list(tune_sm90.KINDS), list(head_dims)):
             short = case._replace(length=1024, window=min(case.window, 128))
@@ -133,7 +133,7 @@ def tuning_configs(head_dims: Sequence[int] = (64, 96, 128, 192, 256)) -> dict[j
 
 
 def backward_tuning_configs() -> dict[jit.Config, None]:
-    """Of benchmarks/tune_sm90_backward.py, likewise, and of the whole chain in benchmarks/backward.py."""
+    """Of the routine tune_sm90_backward, likewise, and of the whole chain in the routine backward."""
     import torch
 
     with emulator.hopper_gpu(Recorder) as runtime:

@@ -1,4 +1,4 @@
-"""benchmarks/accuracy.py with the backend that runs anywhere."""
+"""The benchmark accuracy with the backend that runs anywhere."""
 import json
 from dataclasses import replace
 from types import SimpleNamespace
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from benchmarks import accuracy
+from benchmarks.routines import accuracy
 from cupy_dma import backends
 
 WRONG = [lambda x: x * 1.1, lambda x: x * np.nan, lambda x: x[:, :1], lambda x: None, lambda x: x.astype(np.float64)]

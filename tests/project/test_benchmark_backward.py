@@ -1,8 +1,8 @@
-"""benchmarks/backward.py in parts that need no GPU."""
+"""The benchmark backward in parts that need no GPU."""
 import pytest
 
-from benchmarks import backward
 from benchmarks.harness import render
+from benchmarks.routines import backward
 from tests.project import benchmark_runs as runs
 from tests.project.benchmark_runs import gradients_of, small
 

@@ -1,11 +1,11 @@
-"""benchmarks/cpu.py on tiny inputs, and what it has recorded."""
+"""The benchmark cpu on tiny inputs, and what it has recorded."""
 import json
 
 import pytest
 
 import cupy_dma as dma
-from benchmarks import cpu
 from benchmarks.harness import render
+from benchmarks.routines import cpu
 from cupy_dma.backends.numpy.threads import one_blas_thread
 from tests.project import benchmark_runs as runs
 
@@ -37,7 +37,7 @@ def test_smoke_run(result):
 def test_table_of_the_docs_is_the_recorded_one():
     shown = cpu.DOCS.read_text().split(cpu.REPORT.begin)[1].split(cpu.REPORT.end)[0].strip()
     recorded = (cpu.output(None, "cpu") / "cpu_performance.json").read_text()
-    assert shown == cpu.table(json.loads(recorded)), "run: python benchmarks/cpu.py --update-docs"
+    assert shown == cpu.table(json.loads(recorded)), "run: python -m benchmarks cpu --update-docs"
 
 
 def test_long_sequences_reach_their_target_in_the_recorded_run():

@@ -1,11 +1,11 @@
-"""benchmarks/decode.py in parts that need no GPU."""
+"""The benchmark decode in parts that need no GPU."""
 import json
 
 import pytest
 
 import cupy_dma as dma
-from benchmarks import decode
 from benchmarks.harness import render, render_decode
+from benchmarks.routines import decode
 from cupy_dma.masks.interval import IntervalMask
 from tests.project import benchmark_runs as runs
 from tests.project.benchmark_runs import small

@@ -1,9 +1,9 @@
-"""benchmarks/dense.py in parts that need no GPU."""
+"""The benchmark dense in parts that need no GPU."""
 import pytest
 
 import cupy_dma as dma
-from benchmarks import dense, dense_varlen
-from benchmarks.harness import render_dense
+from benchmarks.harness import dense_varlen, render_dense
+from benchmarks.routines import dense
 from tests.project import benchmark_runs as runs
 from tests.project.benchmark_runs import small
 

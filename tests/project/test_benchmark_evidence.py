@@ -1,4 +1,4 @@
-"""benchmarks/mqar.py, language_model.py and needle.py on the CPU in a tiny size, and what they stand on."""
+"""The benchmark mqar, language_model.py and needle.py on the CPU in a tiny size, and what they stand on."""
 from __future__ import annotations
 
 import argparse
@@ -10,11 +10,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import cupy_dma as dma  # noqa: E402
-from benchmarks import language_model, mqar, needle  # noqa: E402
 from benchmarks.harness import language, records, render_language, render_mqar, render_needle, text  # noqa: E402
 from benchmarks.harness.recall import Recall, oracle  # noqa: E402
 from benchmarks.harness.render_evidence import DOCS, spread  # noqa: E402
 from benchmarks.harness.small_models import SCORED, Adam, Attention, Layer, Models, Sizes, scored  # noqa: E402
+from benchmarks.routines import language_model, mqar, needle  # noqa: E402
 
 SIZES = Sizes(vocabulary=50, layers=2, width=16, heads=4, kv_heads=2, inner=24, conv=3)
 REPORTS = (render_mqar.REPORT, render_language.REPORT, render_needle.REPORT)

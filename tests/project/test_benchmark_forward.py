@@ -1,9 +1,9 @@
-"""benchmarks/forward.py and what it shares with the others, in parts that need no GPU."""
+"""The benchmark forward and what it shares with the others, in parts that need no GPU."""
 import numpy as np
 import pytest
 
-from benchmarks import forward
 from benchmarks.harness import render
+from benchmarks.routines import forward
 from cupy_dma.masks.interval import IntervalMask
 from tests.project import benchmark_runs as runs
 

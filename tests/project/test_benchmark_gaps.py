@@ -1,4 +1,4 @@
-"""benchmarks/gaps.py without a GPU: pauses of given kernels, and that wrong steps are noticed."""
+"""The benchmark gaps without a GPU: pauses of given kernels, and that wrong steps are noticed."""
 from __future__ import annotations
 
 import json
@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from benchmarks import gaps  # noqa: E402
+from benchmarks.routines import gaps  # noqa: E402
 
 
 def test_pauses_are_between_kernels_of_a_step():

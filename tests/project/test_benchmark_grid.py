@@ -1,4 +1,4 @@
-"""benchmarks/grid.py without a GPU: its grid, what is wanted, and that a wrong gradient is noticed."""
+"""The benchmark grid without a GPU: its grid, what is wanted, and that a wrong gradient is noticed."""
 from __future__ import annotations
 
 import json
@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from benchmarks import grid  # noqa: E402
+from benchmarks.routines import grid  # noqa: E402
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""benchmarks/host.py without a GPU: its rows, and that a step without gradients is noticed."""
+"""The benchmark host without a GPU: its rows, and that a step without gradients is noticed."""
 from __future__ import annotations
 
 import json
@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from benchmarks import host  # noqa: E402
+from benchmarks.routines import host  # noqa: E402
 
 
 def test_rows(tmp_path, monkeypatch, capsys):

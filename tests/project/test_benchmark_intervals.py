@@ -1,9 +1,9 @@
-"""benchmarks/intervals.py in parts that need no GPU."""
+"""The benchmark intervals in parts that need no GPU."""
 import numpy as np
 import pytest
 
-from benchmarks import intervals
 from benchmarks.harness import render_intervals
+from benchmarks.routines import intervals
 from tests.project import benchmark_runs as runs
 
 pytest.importorskip("torch")

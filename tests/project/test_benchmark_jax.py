@@ -1,4 +1,4 @@
-"""benchmarks/jax_steps.py on the CPU in a tiny size: its rows, its check, and its table."""
+"""The benchmark jax_steps on the CPU in a tiny size: its rows, its check, and its table."""
 from __future__ import annotations
 
 import json
@@ -8,8 +8,8 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("jax", minversion="0.9")
 
-from benchmarks import jax_steps as bench
 from benchmarks.harness import folders
+from benchmarks.routines import jax_steps as bench
 
 
 @pytest.fixture(autouse=True)
@@ -38,4 +38,4 @@ def test_the_docs_show_what_is_recorded():
     shown = bench.DOCS.read_text().split(bench.REPORT.begin)[1].split(bench.REPORT.end)[0].strip()
     recorded = folders.recorded("jax_steps.json")
     expected = bench.table(json.loads(recorded.read_text())) if recorded else bench.render.PENDING
-    assert shown == expected, "run: python benchmarks/jax_steps.py --update-docs"
+    assert shown == expected, "run: python -m benchmarks jax_steps --update-docs"

@@ -1,8 +1,8 @@
-"""benchmarks/portable.py in parts that need no GPU."""
+"""The benchmark portable in parts that need no GPU."""
 import pytest
 
-from benchmarks import portable
 from benchmarks.harness import render_portable
+from benchmarks.routines import portable
 from tests.project import benchmark_runs as runs
 
 pytest.importorskip("torch")

@@ -1,4 +1,4 @@
-"""benchmarks/training.py on the CPU in a tiny size: its rows, its check, and what it makes of them."""
+"""The benchmark training on the CPU in a tiny size: its rows, its check, and what it makes of them."""
 from __future__ import annotations
 
 import json
@@ -9,8 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from benchmarks import training  # noqa: E402
 from benchmarks.harness import decoder, render_training  # noqa: E402
+from benchmarks.routines import training  # noqa: E402
 
 TINY = ["--models", "tiny", "--lengths", "128", "--tokens", "128", "--steps", "1", "--device", "cpu", "--commit", "abc"]
 

@@ -1,4 +1,4 @@
-"""benchmarks/transformers_models.py on the CPU in a tiny size: its rows, its checks, and its table."""
+"""The benchmark transformers_models on the CPU in a tiny size: its rows, its checks, and its table."""
 from __future__ import annotations
 
 import json
@@ -8,8 +8,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from benchmarks import transformers_models as bench  # noqa: E402
 from benchmarks.harness import folders  # noqa: E402
+from benchmarks.routines import transformers_models as bench  # noqa: E402
 
 TINY = ["--size", "tiny", "--lengths", "100", "--repeats", "1", "--commit", "abc"]
 
@@ -57,7 +57,7 @@ def test_the_docs_show_what_is_recorded():
     shown = bench.DOCS.read_text().split(bench.REPORT.begin)[1].split(bench.REPORT.end)[0].strip()
     recorded = folders.recorded("transformers_models.json")
     expected = bench.table(json.loads(recorded.read_text())) if recorded else bench.render.PENDING
-    assert shown == expected, "run: python benchmarks/transformers_models.py --update-docs"
+    assert shown == expected, "run: python -m benchmarks transformers_models --update-docs"
 
 
 def test_arguments():

@@ -1,12 +1,12 @@
-"""benchmarks/tune_schedule.py in parts that need no GPU, and what it recorded: whether the library takes fast ways."""
+"""The benchmark tune_schedule in parts that need no GPU, and what it recorded: whether the library takes fast ways."""
 import json
 
 import numpy as np
 import pytest
 
 import cupy_dma as dma
-from benchmarks import tune_schedule, tune_sm90
 from benchmarks.harness import folders
+from benchmarks.routines import tune_schedule, tune_sm90
 from cupy_dma.backends.cuda.attention import sm90_costs, sm90_schedule, sm90_tiles
 from cupy_dma.backends.cuda.attention.sm90_schedule import Schedule
 from cupy_dma.backends.cuda.attention.sm90_tiles import HopperTile, ScheduleKey

@@ -1,9 +1,9 @@
-"""benchmarks/tune_sm90.py in parts that need no GPU."""
+"""The benchmark tune_sm90 in parts that need no GPU."""
 
 import pytest
 
 import cupy_dma as dma
-from benchmarks import tune_sm90
+from benchmarks.routines import tune_sm90
 
 
 def test_tuned_tiles_fit():

@@ -1,4 +1,4 @@
-"""benchmarks/tune_sm90_backward.py without a GPU: its cases, and that each way is the one that calls take."""
+"""The benchmark tune_sm90_backward without a GPU: its cases, and that each way is the one that calls take."""
 from __future__ import annotations
 
 from unittest import mock
@@ -9,7 +9,7 @@ pytest.importorskip("torch")
 build = pytest.importorskip("tests.emulator.build")
 pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
 
-from benchmarks import tune_sm90_backward as tune  # noqa: E402
+from benchmarks.routines import tune_sm90_backward as tune  # noqa: E402
 from cupy_dma.backends.cuda.attention import sm90_backward  # noqa: E402
 from tests import emulator  # noqa: E402
 from tests.emulator.tests.test_sm90_backward import check, gradients  # noqa: E402

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import cupy_dma as dma
-from benchmarks import tune_sm90
+from benchmarks.routines import tune_sm90
 from cupy_dma.arrays import numpy_dtype
 from cupy_dma.backends.cuda.runtime import jit
 from cupy_dma.backends.cuda.runtime.configs import LayoutConfig

@@ -271,4 +271,4 @@ def test_the_tables_are_the_recorded_ones():
     for page, marked, expected in (("docs/training.md", render_training.MARKED, render_training.table(result)),
                                    ("README.md", render_training.SUMMARY, render_training.summary(result))):
         shown = (DOCS.parent / page).read_text().split(marked.begin)[1].split(marked.end)[0].strip()
-        assert shown == expected, "run: python benchmarks/training.py --update-docs"
+        assert shown == expected, "run: python -m benchmarks training --update-docs"

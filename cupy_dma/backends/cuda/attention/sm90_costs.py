@@ -1,5 +1,5 @@
-"""What the tiles of the Hopper forward cost, in microseconds: ``sm90_costs.json``, which benchmarks/tune_schedule.py
-measures and writes.
+"""What the tiles of the Hopper forward cost, in microseconds: ``sm90_costs.json``, which
+``python -m benchmarks tune_schedule`` measures and writes.
 """
 from __future__ import annotations
 

@@ -25,10 +25,11 @@ class HopperTile(NamedTuple):
     ping_pong: bool = False
 
 
-# By the kind of a call's keys and the largest head dim, measured by benchmarks/tune_sm90.py: one or two tiles, of which
-# a call takes the one with less time. Without ping-pong the consumer warpgroups drift into step and compete for the
-# tensor cores; with two of them and little else to wait for, ping-pong costs more than it gains. A tile of few keys is
-# over before the next but one has its queries, which need the stage of its output: there a third query stage pays.
+# By the kind of a call's keys and the largest head dim, measured by `python -m benchmarks tune_sm90`: one or two tiles,
+# of which a call takes the one with less time. Without ping-pong the consumer warpgroups drift into step and compete
+# for the tensor cores; with two of them and little else to wait for, ping-pong costs more than it gains. A tile of few
+# keys is over before the next but one has its queries, which need the stage of its output: there a third query stage
+# pays.
 WIDE_64, WIDE_128 = HopperTile(192, 96, 5, 5, 2, ping_pong=True), HopperTile(192, 64, 4, 3, 2, ping_pong=True)
 TILES: dict[str, dict[int, tuple[HopperTile, ...]]] = {
     "short intervals": {

@@ -1,7 +1,7 @@
 """Ways of the Hopper backward, measured beside cuDNN's dense backward: one pass or two, and queries of a step.
 
-    python benchmarks/tune_sm90_backward.py                 everything, some minutes on an H100
-    python benchmarks/tune_sm90_backward.py --case "D64"
+    python -m benchmarks tune_sm90_backward                 everything, some minutes on an H100
+    python -m benchmarks tune_sm90_backward --case "D64"
 
 Cases: those of backward.py's sets ``model`` and ``plain`` up to 32768 keys, and three of ``table``; short ones, whose
 tiles are few; ``dense``, a top-w mask as a dense one, which is packed and listed in each call. Ways: the portable
@@ -14,18 +14,13 @@ The results go to ``hopper_backward.json`` in the folder of the GPU; those of a 
 """
 from __future__ import annotations
 
-import argparse
 import contextlib
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itself, installed or not
-
-from benchmarks import backward
-from benchmarks.harness.suite import Case, add_record_options, write_record
+from benchmarks.harness.suite import Case, add_record_options, parser_of, write_record
+from benchmarks.routines import backward
 from cupy_dma.backends.cuda.attention import sm90_backward
 from cupy_dma.backends.cuda.runtime.program import fresh
 
@@ -116,7 +111,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    options = parser_of(__name__, __doc__)
     options.add_argument("--case", default="", help="only cases with this in their names")
     add_record_options(options)
     args = options.parse_args(arguments)
@@ -136,7 +131,3 @@ def main(arguments: list[str] | None = None) -> int:
     if not args.case:
         write_record("hopper_backward.json", args, __doc__, **result)
     return 0 if all(row["right"] for entry in result["cases"] for row in entry["rows"]) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

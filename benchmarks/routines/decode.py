@@ -1,9 +1,9 @@
 """Decoding: the cache's step, the stateless way and the other ways to answer one query, in one run.
 
-    python benchmarks/decode.py                       everything, below two minutes on an H200
-    python benchmarks/decode.py --set table --quick
-    python benchmarks/decode.py --table                                      print the table from the results
-    python benchmarks/decode.py --update-docs                                put it into docs/performance.md
+    python -m benchmarks decode                       everything, below two minutes on an H200
+    python -m benchmarks decode --set table --quick
+    python -m benchmarks decode --table                                      print the table from the results
+    python -m benchmarks decode --update-docs                                put it into docs/performance.md
 
 Inputs: bfloat16, query, key and value independent normal numbers, scores independent uniform ones (so some are equal),
 seeded by the case. One query a sequence, at the end of its history.
@@ -37,14 +37,10 @@ the run exits with 1 and leaves the recorded results alone.
 from __future__ import annotations
 
 import functools
-import sys
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itself, installed or not
-
-from benchmarks.decode_cases import Benchmark, Original, Serving, TooLarge
 from benchmarks.harness import render_decode, suite
+from benchmarks.harness.decode_cases import Benchmark, Original, Serving, TooLarge
 from benchmarks.harness.suite import Case
 
 FREE_SHARE = 0.8  # of the free memory that a history may fill
@@ -100,7 +96,3 @@ SUITE = suite.Suite(__doc__ or "", cases, benchmark, render_decode.DECODE, secon
 
 def main(arguments: list[str] | None = None) -> int:
     return suite.main(SUITE, arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

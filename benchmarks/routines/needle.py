@@ -1,10 +1,10 @@
 """A needle in a long text: is it found, and if not, was its key dropped from the mask or only not read?
 
-    python benchmarks/needle.py                         everything that is not recorded yet
-    python benchmarks/needle.py --part text --seconds 540   a piece of it; the same again goes on from there
-    python benchmarks/needle.py --size tiny             in a minute on a CPU, for trying the script
-    python benchmarks/needle.py --show                  print the table of the recorded results
-    python benchmarks/needle.py --update-docs           put it into docs/evidence.md, draw the chart
+    python -m benchmarks needle                         everything that is not recorded yet
+    python -m benchmarks needle --part text --seconds 540   a piece of it; the same again goes on from there
+    python -m benchmarks needle --size tiny             in a minute on a CPU, for trying the script
+    python -m benchmarks needle --show                  print the table of the recorded results
+    python -m benchmarks needle --update-docs           put it into docs/evidence.md, draw the chart
 
 A needle is a line ``# the code of wkzr is 40722`` at a depth of 0 to 1 of a context of 1 to 8 times the length of
 training, held-out text otherwise; the context ends with ``# the code of wkzr is``. Found: the five digits that follow
@@ -27,20 +27,18 @@ Results: ``benchmarks/results/evidence/needle.json`` and ``needle.png``, written
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itself, installed or not
-
 from benchmarks.harness import render_needle
 from benchmarks.harness.folders import ROOT
 from benchmarks.harness.records import Clock, Row, Run, add_run_options, device_of, run_script
 from benchmarks.harness.render_evidence import named
-from benchmarks.language_model import chosen, task_of, within
+from benchmarks.harness.suite import parser_of
+from benchmarks.routines.language_model import chosen, task_of, within
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -152,11 +150,7 @@ def runs(args: argparse.Namespace) -> list[Run]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    options = parser_of(__name__, __doc__)
     add_run_options(options, PARTS)
     options.add_argument("--models", type=Path, default=ROOT / "build" / "evidence", help="folder of trained models")
     return run_script(arguments, options, render_needle.REPORT, __doc__, runs)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,8 +1,8 @@
 """A jitted call of cupy_dma.jax: what it costs the host, and a training step of one layer beside torch's.
 
-    python benchmarks/jax_steps.py                    everything
-    python benchmarks/jax_steps.py --size tiny        anywhere, for trying the script
-    python benchmarks/jax_steps.py --update-docs      put the table into docs/jax.md
+    python -m benchmarks jax_steps                    everything
+    python -m benchmarks jax_steps --size tiny        anywhere, for trying the script
+    python -m benchmarks jax_steps --update-docs      put the table into docs/jax.md
 
 host: dynamic_mask_attention from given scores (B2, 256 tokens, 4/2 heads, D 64, w 50), so small that the host is what
 takes the time: wall time of ``CALLS`` jitted calls that are queued without waiting, by their number, the fastest and
@@ -19,22 +19,18 @@ Results: ``jax_steps.json`` in the folder of the GPU.
 """
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itself, installed or not
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch is in this process, too
 
 from benchmarks.harness import render
 from benchmarks.harness.folders import ROOT, read
-from benchmarks.harness.suite import add_record_options, write_record
+from benchmarks.harness.suite import add_record_options, parser_of, write_record
 
 CALLS, ROUNDS, NEAR = 50, 20, 0.02
 SIZES = {"layer": {"length": 32768, "heads": 16, "kv_heads": 8, "head_dim": 128, "window": 1024},
@@ -157,14 +153,14 @@ def table(result: dict[str, Any]) -> str:
         f"| host time of a warm jitted call, 256 tokens | {host[0]['median_us']:.0f} us |",
         f"| of `jit(query + 1)` | {host[1]['median_us']:.0f} us |", "",
         f"bfloat16, medians, one {result['device']}, jax {result['jax']}, torch {versions.get('torch')}, "
-        f"{result['date'][:10]}; `benchmarks/jax_steps.py`."])
+        f"{result['date'][:10]}; `python -m benchmarks jax_steps`."])
 
 
 REPORT = render.Report("jax", "jax", table, table, ())
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    options = parser_of(__name__, __doc__)
     options.add_argument("--size", choices=SIZES, default="layer")
     options.add_argument("--update-docs", action="store_true", help="put the table into docs/jax.md")
     add_record_options(options)
@@ -180,7 +176,3 @@ def main(arguments: list[str] | None = None) -> int:
     path = write_record(name, args, __doc__, size=SIZES[args.size], jax=jax.__version__, rows=rows)
     print(f"{table(json.loads(path.read_text()))}\n{rows[-1]['apart']}")
     return 0 if ok else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,10 +1,10 @@
 """Multi-query associative recall: can a model learn which keys to keep, and what if it may keep too few?
 
-    python benchmarks/mqar.py                           everything that is not recorded yet
-    python benchmarks/mqar.py --part main --seconds 540 a piece of it; the same command again goes on from there
-    python benchmarks/mqar.py --size tiny               in a minute on a CPU, for trying the script
-    python benchmarks/mqar.py --show                    print the table of the recorded results
-    python benchmarks/mqar.py --update-docs             put it into docs/evidence.md, draw the chart
+    python -m benchmarks mqar                           everything that is not recorded yet
+    python -m benchmarks mqar --part main --seconds 540 a piece of it; the same command again goes on from there
+    python -m benchmarks mqar --size tiny               in a minute on a CPU, for trying the script
+    python -m benchmarks mqar --show                    print the table of the recorded results
+    python -m benchmarks mqar --update-docs             put it into docs/evidence.md, draw the chart
 
 Task (harness/recall.py): pairs of a key and a value among random fillers in the first half of a sequence, every key
 once more in the second half; the model names its value. A model that keeps the row of each value, and it alone, needs
@@ -43,18 +43,15 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itself, installed or not
 
 from benchmarks.harness import render_mqar
 from benchmarks.harness.records import Clock, Row, Run, add_run_options, device_of, run_script
 from benchmarks.harness.render_evidence import named
+from benchmarks.harness.suite import parser_of
 
 if TYPE_CHECKING:
     from benchmarks.harness.recall import Batch
@@ -238,11 +235,7 @@ def runs(args: argparse.Namespace) -> list[Run]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    options = parser_of(__name__, __doc__)
     add_run_options(options, PARTS)
     options.add_argument("--kind", action="append", help="only these kinds of attention; may be repeated")
     return run_script(arguments, options, render_mqar.REPORT, __doc__, runs)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

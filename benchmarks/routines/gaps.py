@@ -1,7 +1,7 @@
 """Does a GPU wait for Python inside a training step? Pauses between kernels, eager and compiled into CUDA graphs.
 
-    python benchmarks/gaps.py                            everything; a few minutes
-    python benchmarks/gaps.py --length 128 --model tiny  anywhere, for trying the script: without a GPU nothing is timed
+    python -m benchmarks gaps                            everything; a few minutes
+    python -m benchmarks gaps --length 128 --model tiny  anywhere, for trying the script: without a GPU nothing is timed
 
 A step is the forward and ``torch.autograd.grad`` of the output, one sequence of 1024 tokens, bfloat16: of the attention
 alone, 16/8 heads, D 128 (``DynamicMaskAttention``), and of the four layers of width 2048 of which it is a part
@@ -23,18 +23,13 @@ Results: ``gaps.json`` in the folder of the GPU.
 """
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itself, installed or not
-
-from benchmarks.harness.suite import add_record_options, write_record
-from benchmarks.training import models
+from benchmarks.harness.suite import add_record_options, parser_of, write_record
+from benchmarks.routines.training import models
 
 if TYPE_CHECKING:
     from benchmarks.harness.decoder import Sizes
@@ -176,7 +171,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    options = parser_of(__name__, __doc__)
     options.add_argument("--length", type=int, default=1024, help="tokens (default: %(default)s)")
     options.add_argument("--model", choices=list(models()), default="1.7b", help="whose sizes (default: %(default)s)")
     add_record_options(options)
@@ -190,7 +185,3 @@ def main(arguments: list[str] | None = None) -> int:
     write_record("gaps.json", args, __doc__, length=args.length, model=args.model, rows=rows)
     print(table(rows))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

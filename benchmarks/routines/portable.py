@@ -1,8 +1,8 @@
 """The portable kernels beside FlashAttention-2, on one Hopper GPU with the occupancy of other cards.
 
-    python benchmarks/portable.py                       everything, about 2 minutes on an H100
-    python benchmarks/portable.py --table                        print the table from the results
-    python benchmarks/portable.py --update-docs                  put it into docs/performance.md
+    python -m benchmarks portable                       everything, about 2 minutes on an H100
+    python -m benchmarks portable --table                        print the table from the results
+    python -m benchmarks portable --update-docs                  put it into docs/performance.md
 
 Most GPUs run the portable kernels (kernels/sm80), as they run FlashAttention-2, which torch's flash backend is on a
 Hopper GPU too. Here both run on one: the library without its Hopper kernels (``Overrides``), and FlashAttention as it
@@ -23,16 +23,12 @@ harness/check.py.
 from __future__ import annotations
 
 import functools
-import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itself, installed or not
-
-from benchmarks import backward
 from benchmarks.harness import render_portable, suite
 from benchmarks.harness.suite import Case
+from benchmarks.routines import backward
 
 CARDS = {"own": None, "A100": 163 * 1024, "RTX": 99 * 1024}  # bytes of shared memory that a block may have
 
@@ -95,7 +91,3 @@ SUITE = suite.Suite(__doc__ or "", cases, Benchmark, render_portable.PORTABLE, s
 
 def main(arguments: list[str] | None = None) -> int:
     return suite.main(SUITE, arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

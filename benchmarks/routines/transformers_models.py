@@ -1,9 +1,9 @@
 """A Doge model of transformers with ``attn_implementation="cupy_dma"``, beside its own eager and sdpa attention.
 
-    python benchmarks/transformers_models.py                      everything
-    python benchmarks/transformers_models.py --parts prefill --lengths 16384
-    python benchmarks/transformers_models.py --size tiny          anywhere, for trying the script
-    python benchmarks/transformers_models.py --update-docs        put the tables into docs/transformers.md
+    python -m benchmarks transformers_models                      everything
+    python -m benchmarks transformers_models --parts prefill --lengths 16384
+    python -m benchmarks transformers_models --size tiny          anywhere, for trying the script
+    python -m benchmarks transformers_models --update-docs        put the tables into docs/transformers.md
 
 Model: 8 layers of width 1024, 8/4 heads of 128, w = 1024, MLP of 2048, vocabulary 32768, bfloat16, random weights, A
 drawn with a deviation of 0.3, so the selection goes by scores. Tokens are random permutations of the vocabulary, so
@@ -30,17 +30,13 @@ import argparse
 import copy
 import json
 import statistics
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itself, installed or not
 
 from benchmarks.harness import render
 from benchmarks.harness.folders import ROOT, read
-from benchmarks.harness.suite import add_record_options, options_of, write_record
-from benchmarks.training import listed, step_times
+from benchmarks.harness.suite import add_record_options, options_of, parser_of, write_record
+from benchmarks.routines.training import listed, step_times
 
 WARM_UP, STEPS, CHECKED = 2, 16, 256
 PARTS = ("prefill", "train", "decode")
@@ -252,7 +248,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    options = parser_of(__name__, __doc__)
     options.add_argument("--size", choices=SIZES, default="doge")
     options.add_argument("--parts", type=listed(PARTS), default=list(PARTS))
     options.add_argument("--lengths", type=listed(None, int), help=f"default: {LENGTHS}")
@@ -267,7 +263,3 @@ def main(arguments: list[str] | None = None) -> int:
     if args.repeats < 1 or "cupy_dma" not in args.peers:
         options.error("--repeats must be at least 1, and --peers must name cupy_dma")
     return run(args)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

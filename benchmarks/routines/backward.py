@@ -1,9 +1,9 @@
 """Backward pass: this library, dense attention and FlexAttention with the same mask, in one run.
 
-    python benchmarks/backward.py                       everything, about 4 minutes on an H100
-    python benchmarks/backward.py --set model --quick
-    python benchmarks/backward.py --table                        print the table from the results
-    python benchmarks/backward.py --update-docs                  put it into docs/performance.md
+    python -m benchmarks backward                       everything, about 4 minutes on an H100
+    python -m benchmarks backward --set model --quick
+    python -m benchmarks backward --table                        print the table from the results
+    python -m benchmarks backward --update-docs                  put it into docs/performance.md
 
 Inputs, as in forward_performance.py: bfloat16, query, key, value, dt_proj and dout independent normal numbers, A = 0.1.
 Timing, L2 policy, medians and peak memory: see measure.py. Peers that find no time within ``--seconds`` are left out
@@ -38,12 +38,8 @@ its stages. If any check fails the run exits with 1 and leaves the recorded resu
 from __future__ import annotations
 
 import functools
-import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, ClassVar
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itself, installed or not
 
 from benchmarks.harness import render, suite
 from benchmarks.harness.suite import Case
@@ -222,7 +218,3 @@ SUITE = suite.Suite(__doc__ or "", cases, Benchmark, render.BACKWARD, seconds=22
 
 def main(arguments: list[str] | None = None) -> int:
     return suite.main(SUITE, arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

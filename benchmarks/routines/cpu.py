@@ -1,8 +1,8 @@
 """The NumPy backend beside torch's SDPA on the same CPU, forward and backward, in one run.
 
-    python benchmarks/cpu.py                  both sizes, two minutes on two cores
-    python benchmarks/cpu.py --set small --repeats 101 --out /tmp/small
-    python benchmarks/cpu.py --update-docs    put the table of the recorded results into docs/lab/numpy.md
+    python -m benchmarks cpu                  both sizes, two minutes on two cores
+    python -m benchmarks cpu --set small --repeats 101 --out /tmp/small
+    python -m benchmarks cpu --update-docs    put the table of the recorded results into docs/lab/numpy.md
 
 Inputs: float32, independent normal numbers (numpy.random.default_rng of a number made from the case), 4/2 heads, D 32.
 small: B 8, N 256, w 64 and 256 (as many pairs as causal attention); large: B 1, N 16384, w 512. ``smoke``: tiny.
@@ -21,19 +21,14 @@ the run exits with 1 and leaves the recorded results alone. Times have no part i
 """
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 from unittest import mock
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itself, installed or not
 
 import numpy as np
 from threadpoolctl import ThreadpoolController, threadpool_info
@@ -41,7 +36,7 @@ from threadpoolctl import ThreadpoolController, threadpool_info
 import cupy_dma as dma
 from benchmarks.harness import render
 from benchmarks.harness.folders import ROOT, output, write
-from benchmarks.harness.suite import Case, add_record_options
+from benchmarks.harness.suite import Case, add_record_options, parser_of
 from cupy_dma.backends.numpy import threads
 
 DOCS = ROOT / "docs" / "lab" / "numpy.md"
@@ -165,7 +160,7 @@ REPORT = render.Report("cpu", "NumPy backend", table, table, ())
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    options = parser_of(__name__, __doc__)
     options.add_argument("--set", choices=["all", *REPEATS], default="all")
     options.add_argument("--repeats", type=int, help=f"timed turns (default: {REPEATS})")
     add_record_options(options)
@@ -191,7 +186,3 @@ def main(arguments: list[str] | None = None) -> int:
     write(path, result)
     print(f"{table(result)}\nwrote {path}")
     return 0 if ok else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

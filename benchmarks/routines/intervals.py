@@ -1,8 +1,8 @@
 """Interval masks without a known bound: what they cost beside the pairs that they keep.
 
-    python benchmarks/intervals.py                       everything, about 4 minutes on an H100
-    python benchmarks/intervals.py --table                       print the table from the results
-    python benchmarks/intervals.py --update-docs                 put it into docs/performance.md
+    python -m benchmarks intervals                       everything, about 4 minutes on an H100
+    python -m benchmarks intervals --table                       print the table from the results
+    python -m benchmarks intervals --update-docs                 put it into docs/performance.md
 
 Such masks come from gates that a model has learned, from evictions that a cache has recorded, or from a user's own
 arrays (``IntervalMask.from_stop``, ``from_gate``, ``IntervalMask(start, stop)``).
@@ -29,16 +29,12 @@ Check: sampled gradients, from the forward's output and lse, against float64; se
 from __future__ import annotations
 
 import functools
-import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, ClassVar
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itself, installed or not
-
-from benchmarks import backward
 from benchmarks.harness import render_intervals, suite
 from benchmarks.harness.suite import Case
+from benchmarks.routines import backward
 
 WINDOW = 512
 CLOSED = -20.0  # the logarithm of a gate that is closed
@@ -187,7 +183,3 @@ SUITE = suite.Suite(__doc__ or "", cases, Benchmark, render_intervals.INTERVALS,
 
 def main(arguments: list[str] | None = None) -> int:
     return suite.main(SUITE, arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

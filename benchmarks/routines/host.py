@@ -1,7 +1,7 @@
 """Host time of a training step of one attention layer, beside scaled_dot_product_attention's in the same process.
 
-    python benchmarks/host.py
-    python benchmarks/host.py --quick      fewer rounds, nothing recorded
+    python -m benchmarks host
+    python -m benchmarks host --quick      fewer rounds, nothing recorded
 
 Small inputs (B1, 512 tokens, 4 heads over 2, D 64, w = 128, bfloat16), so that the GPU is not what takes the time. Each
 row is a call, or a call and ``torch.autograd.grad`` of its output, queued ``CALLS`` times without waiting; rows take
@@ -18,15 +18,10 @@ Results: ``host.json`` in the folder of the GPU.
 """
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itself, installed or not
-
-from benchmarks.harness.suite import add_record_options, write_record
+from benchmarks.harness.suite import add_record_options, parser_of, write_record
 
 LENGTH, HEADS, KV_HEADS, HEAD_DIM, WINDOW = 512, 4, 2, 64, 128
 ROUNDS, CALLS = 20, 30
@@ -146,7 +141,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    options = parser_of(__name__, __doc__)
     options.add_argument("--quick", action="store_true", help="fewer rounds, nothing recorded")
     add_record_options(options)
     args = options.parse_args(arguments)
@@ -168,7 +163,3 @@ def main(arguments: list[str] | None = None) -> int:
         write_record("host.json", args, __doc__, rows=rows)
     print(table(rows))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,7 @@
 """Forward, and forward and backward, from given scores beside dense attention, over a grid of shapes.
 
-    python benchmarks/grid.py                       everything, about four minutes on an H100
-    python benchmarks/grid.py --heads 16/8 --length 2048
+    python -m benchmarks grid                       everything, about four minutes on an H100
+    python -m benchmarks grid --heads 16/8 --length 2048
 
 Grid: bfloat16, 2/1 to 32/8 heads, D 64 and 128, N 256 to 32768, w 64 to N, batch 1, 4 and 16, as far as a batch has at
 most 65536 tokens. Scores are independent, lists are made anew in each call. Ours: dynamic_mask_attention, alone and
@@ -18,16 +18,11 @@ Results: ``grid.json`` in the folder of the GPU; those of a part of the grid are
 """
 from __future__ import annotations
 
-import argparse
 import functools
-import sys
-from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itself, installed or not
-
-from benchmarks import backward
-from benchmarks.harness.suite import Case, add_record_options, write_record
+from benchmarks.harness.suite import Case, add_record_options, parser_of, write_record
+from benchmarks.routines import backward
 
 HEADS = ((2, 1, 64), (6, 3, 128), (16, 8, 64), (16, 8, 128), (32, 8, 128))
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 32768)
@@ -155,7 +150,7 @@ def table(rows: list[Row]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    options = parser_of(__name__, __doc__)
     options.add_argument("--heads", default="", help="only these heads, such as 16/8")
     options.add_argument("--length", type=int, default=0, help="only this length")
     add_record_options(options)
@@ -171,7 +166,3 @@ def main(arguments: list[str] | None = None) -> int:
     if not (args.heads or args.length or wrong):
         write_record("grid.json", args, __doc__, rows=[{**row._asdict(), "ok": row.ok} for row in rows])
     return 1 if wrong else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

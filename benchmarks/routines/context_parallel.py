@@ -1,10 +1,10 @@
 """Dynamic mask attention of one sequence over several GPUs, beside one GPU and beside ring attention.
 
-    python benchmarks/context_parallel.py --ranks 2                     everything, a process for each GPU
-    torchrun --nproc_per_node 8 benchmarks/context_parallel.py          the same in the processes of torchrun
-    python benchmarks/context_parallel.py --ranks 2 --device cpu --smoke      anywhere, for trying the script
-    python benchmarks/context_parallel.py --show                        print the table of the recorded results
-    python benchmarks/context_parallel.py --update-docs                 put it into docs/distributed.md
+    python -m benchmarks context_parallel --ranks 2                     everything, a process for each GPU
+    torchrun --nproc_per_node 8 -m benchmarks context_parallel          the same in the processes of torchrun
+    python -m benchmarks context_parallel --ranks 2 --device cpu --smoke      anywhere, for trying the script
+    python -m benchmarks context_parallel --show                        print the table of the recorded results
+    python -m benchmarks context_parallel --update-docs                 put it into docs/distributed.md
 
 Sizes: B = 1, 16 query heads over 8, D 128, w 2048, bfloat16, 65536 to 8388608 tokens in equal shards. Queries, keys,
 values and scores are normally distributed and independent, seeded by shard.
@@ -15,7 +15,7 @@ context parallel for SDPA, causal attention over all keys, for which every key a
 pairs.
 
 Passes. forward; training: forward and backward, gradients of query, key, value and scores; model, of ours and one: a
-training step of the decoder of benchmarks/training.py (80m: 12 layers of width 768, w 1024) on one sequence, each layer
+training step of the decoder of the routine training (80m: 12 layers of width 768, w 1024) on one sequence, each layer
 recomputed in the backward pass; mesh: the same with half as many sequences as ranks, each over two ranks, which
 together have that many tokens: data and context parallelism on a mesh of two axes, with four ranks or more. Both of
 ``--model-lengths`` only.
@@ -40,7 +40,6 @@ import itertools
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -49,11 +48,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itself, installed or not
-
 from benchmarks.harness import render_context_parallel as render
 from benchmarks.harness.folders import ROOT, newest
-from benchmarks.harness.suite import add_record_options, options_of, write_record
+from benchmarks.harness.suite import add_record_options, options_of, parser_of, write_record
 
 LENGTHS = (65536, 131072, 262144, 524288, 1048576, 2097152, 4194304, 8388608)
 PEERS = ("one", "ours", "copies", "ring")
@@ -191,7 +188,7 @@ class Bench:
 
     def model(self, length: int, what: str, peer: str) -> dict[str, Any]:
         from benchmarks.harness import sharded_decoder
-        from benchmarks.training import models
+        from benchmarks.routines.training import models
 
         batch = self.world // 2 if what == "mesh" else 1
         shared: dict[str, Any] = {}
@@ -273,9 +270,9 @@ def _spawned(rank: int, args: argparse.Namespace, folder: str) -> None:
 
 
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
-    from benchmarks.training import listed
+    from benchmarks.routines.training import listed
 
-    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    options = parser_of(__name__, __doc__)
     options.add_argument("--ranks", type=int, default=2, help="processes; torchrun brings its own (default: 2)")
     options.add_argument("--lengths", type=listed(None, int), default=list(LENGTHS))
     options.add_argument("--passes", type=listed(PASSES), default=list(PASSES))
@@ -323,7 +320,3 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.spawn(_spawned, (args, folder), args.ranks)
         return max(int(Path(folder, str(rank)).read_text()) for rank in range(args.ranks))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

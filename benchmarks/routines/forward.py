@@ -1,9 +1,9 @@
 """Forward pass: this library, dense attention, and the other ways to do the same masked attention, in one run.
 
-    python benchmarks/forward.py                       everything, below five minutes on an H200
-    python benchmarks/forward.py --set model --quick
-    python benchmarks/forward.py --table                         print the table from the results
-    python benchmarks/forward.py --update-docs                   put it into docs/performance.md
+    python -m benchmarks forward                       everything, below five minutes on an H200
+    python -m benchmarks forward --set model --quick
+    python -m benchmarks forward --table                         print the table from the results
+    python -m benchmarks forward --update-docs                   put it into docs/performance.md
 
 Inputs: bfloat16, query, key, value and dt_proj independent normal numbers (torch.manual_seed of a number made from the
 case), A = 0.1, so scores are independent and identically distributed. Timing, L2 policy, medians, host time and peak
@@ -32,13 +32,9 @@ the exact selection in those rows. If any check fails the run exits with 1 and l
 from __future__ import annotations
 
 import functools
-import sys
 import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, ClassVar
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itself, installed or not
 
 from benchmarks.harness import render, suite
 from benchmarks.harness.suite import Case, cases
@@ -175,7 +171,3 @@ SUITE = suite.Suite(__doc__ or "", cases, Benchmark, render.FORWARD, seconds=240
 
 def main(arguments: list[str] | None = None) -> int:
     return suite.main(SUITE, arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

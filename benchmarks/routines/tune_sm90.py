@@ -1,8 +1,8 @@
 """Tile shapes of the Hopper forward, measured beside the portable kernel.
 
-    python benchmarks/tune_sm90.py                          everything, a few minutes on an H200
-    python benchmarks/tune_sm90.py --kind intervals --head-dim 64
-    python benchmarks/tune_sm90.py --in-use --kernels /tmp/other --case "16/8 N32768"   other kernels too
+    python -m benchmarks tune_sm90                          everything, a few minutes on an H200
+    python -m benchmarks tune_sm90 --kind intervals --head-dim 64
+    python -m benchmarks tune_sm90 --in-use --kernels /tmp/other --case "16/8 N32768"   other kernels too
 
 For every kind of keys of ``sm90_tiles.TILES``, head dim, group and length: each candidate tile (rows x keys x stages
 of keys x stages of values x stages of queries), with and without ping-pong, and the portable kernel, whether or not the
@@ -17,16 +17,13 @@ The fastest tile of each group of rows is marked; ``in use`` are those of which 
 """
 from __future__ import annotations
 
-import argparse
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itself, installed or not
-
-from benchmarks.harness.suite import add_record_options, write_record
+from benchmarks.harness.suite import add_record_options, parser_of, write_record
 from cupy_dma.backends.cuda.attention import sm90_tiles
 from cupy_dma.backends.cuda.attention.sm90_tiles import HopperTile
 from cupy_dma.backends.cuda.runtime import jit
@@ -180,7 +177,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    options = parser_of(__name__, __doc__)
     options.add_argument("--kind", nargs="+", choices=KINDS, default=list(KINDS))
     options.add_argument("--head-dim", nargs="+", type=int, default=[64, 96, 128, 192, 256])
     options.add_argument("--case", default="", help="only cases with this in their names")
@@ -208,7 +205,3 @@ def main(arguments: list[str] | None = None) -> int:
         write_record("hopper_tiles.json", args, __doc__, **result)
     print(table(result))
     return 0 if all(row["right"] for entry in result["cases"] for row in entry["rows"]) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,10 +1,10 @@
 """Byte-level language models with a mask that prunes: loss by position, beside full attention and a sliding window.
 
-    python benchmarks/language_model.py                             everything that is not recorded yet
-    python benchmarks/language_model.py --part main --seconds 540   a piece of it; the same again goes on from there
-    python benchmarks/language_model.py --size tiny                 in a minute on a CPU, for trying the script
-    python benchmarks/language_model.py --show                      print the table of the recorded results
-    python benchmarks/language_model.py --update-docs               put it into docs/evidence.md, draw the chart
+    python -m benchmarks language_model                             everything that is not recorded yet
+    python -m benchmarks language_model --part main --seconds 540   a piece of it; the same again goes on from there
+    python -m benchmarks language_model --size tiny                 in a minute on a CPU, for trying the script
+    python -m benchmarks language_model --show                      print the table of the recorded results
+    python -m benchmarks language_model --update-docs               put it into docs/evidence.md, draw the chart
 
 Text (harness/text.py): the topics of Python's ``help()`` and the sources of the standard library, some 28 MB of bytes;
 a tenth of the files is held out. It depends on the version of Python, so rows carry its checksum.
@@ -29,18 +29,16 @@ Results: ``benchmarks/results/evidence/language_model.json`` and ``.png``, writt
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itself, installed or not
-
 from benchmarks.harness import render_language
 from benchmarks.harness.folders import ROOT
 from benchmarks.harness.records import Clock, Row, Run, add_run_options, device_of, run_script
 from benchmarks.harness.render_evidence import named
+from benchmarks.harness.suite import parser_of
 
 if TYPE_CHECKING:
     from benchmarks.harness.language import Task
@@ -122,11 +120,7 @@ def runs(args: argparse.Namespace) -> list[Run]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    options = parser_of(__name__, __doc__)
     add_run_options(options, PARTS)
     options.add_argument("--models", type=Path, default=ROOT / "build" / "evidence", help="folder of trained models")
     return run_script(arguments, options, render_language.REPORT, __doc__, runs)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

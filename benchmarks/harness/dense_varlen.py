@@ -4,7 +4,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from benchmarks.dense_cases import Benchmark
+from benchmarks.harness.dense_cases import Benchmark
 
 SEQUENCES, SHORTEST, LONGEST = 64, 100, 8000
 

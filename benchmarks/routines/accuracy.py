@@ -1,9 +1,9 @@
 """Results of every backend against the float64 oracle, in every type.
 
-    python benchmarks/accuracy.py forward        out and lse, named cases, a line per backend, type and case
-    python benchmarks/accuracy.py backward       their gradients, with a gradient of lse
-    python benchmarks/accuracy.py grid           gradients over the tests' whole grid, a line per backend and type
-    python benchmarks/accuracy.py forward --backend flex --dtype bfloat16 --cases dense
+    python -m benchmarks accuracy forward        out and lse, named cases, a line per backend, type and case
+    python -m benchmarks accuracy backward       their gradients, with a gradient of lse
+    python -m benchmarks accuracy grid           gradients over the tests' whole grid, a line per backend and type
+    python -m benchmarks accuracy forward --backend flex --dtype bfloat16 --cases dense
 
 Each case is drawn, laid out and answered by tests/oracle/cases.py and tests/oracle/reference.py; the named ones have
 sizes of several tiles, the grid has masks, biases, lengths, head dims, grouped heads, strides, softcap and scale. An
@@ -19,23 +19,18 @@ with 1 if any error exceeds what is allowed, and then the file ends with .failed
 """
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itself, installed or not
 
 import numpy as np
 
 from benchmarks.harness.folders import output
-from benchmarks.harness.suite import add_record_options, options_of
+from benchmarks.harness.suite import add_record_options, options_of, parser_of
 from tests.oracle import cases, reference
 from tests.oracle.cases import Case
 
@@ -273,7 +268,7 @@ def where(commit: str | None) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    options = parser_of(__name__, __doc__)
     options.add_argument("what", choices=SUITES)
     options.add_argument("--backend", action="append", choices=BACKENDS, help="only this one (may be repeated)")
     options.add_argument("--dtype", action="append", choices=SUITES["grid"].dtypes,
@@ -300,7 +295,3 @@ def main(arguments: list[str] | None = None) -> int:
                                 "seconds": time.monotonic() - started, **entries}, indent=1) + "\n")
     print(f"wrote {path} after {time.monotonic() - started:.0f} s")
     return 0 if ok else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,7 @@
 """What the tiles of the Hopper forward cost, and whether the tile scheduler takes the fastest way by that.
 
-    python benchmarks/tune_schedule.py               everything, some five minutes on an H200
-    python benchmarks/tune_schedule.py --kind intervals --head-dim 64
+    python -m benchmarks tune_schedule               everything, some five minutes on an H200
+    python -m benchmarks tune_schedule --kind intervals --head-dim 64
 
 Kernels are compiled by all cores first.
 
@@ -26,21 +26,16 @@ The results go to ``schedule.json`` in the folder of the GPU; those of a choice 
 """
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import multiprocessing
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itself, installed or not
-
-from benchmarks.harness.suite import add_record_options, write_record
-from benchmarks.tune_sm90 import KINDS, ROUNDING, WINDOWS, Case, calls
+from benchmarks.harness.suite import add_record_options, parser_of, write_record
+from benchmarks.routines.tune_sm90 import KINDS, ROUNDING, WINDOWS, Case, calls
 from cupy_dma.backends.cuda.attention import sm90, sm90_costs, sm90_schedule, sm90_tiles
 from cupy_dma.backends.cuda.attention.sm90_schedule import Schedule
 from cupy_dma.backends.cuda.attention.sm90_tiles import HopperTile, ScheduleKey
@@ -256,7 +251,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    options = parser_of(__name__, __doc__)
     options.add_argument("--kind", nargs="+", choices=KINDS, default=list(KINDS))
     options.add_argument("--head-dim", nargs="+", type=int, default=list(HEAD_DIMS), choices=HEAD_DIMS)
     options.add_argument("--write", action="store_true", help=f"put the costs into {sm90_costs.PATH.name}")
@@ -282,7 +277,3 @@ def main(arguments: list[str] | None = None) -> int:
         write_record("schedule.json", args, __doc__, **result)
     print(table(result))
     return 0 if all(row["right"] for call in result["calls"] for row in call["rows"]) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,11 +1,11 @@
 """Training steps of a decoder with dynamic mask attention, beside the same model with dense and with FlexAttention.
 
-    python benchmarks/training.py                                        everything
-    python benchmarks/training.py --quick                                a choice for little time
-    python benchmarks/training.py --models 80m --lengths 32768,131072 --peers none,dma,sdpa --modes eager --add
-    python benchmarks/training.py --models tiny --lengths 128,256 --device cpu     anywhere, for trying the script
-    python benchmarks/training.py --show                                 print the table of the recorded results
-    python benchmarks/training.py --update-docs                put it into docs/training.md, draw the chart, and what
+    python -m benchmarks training                                        everything
+    python -m benchmarks training --quick                                a choice for little time
+    python -m benchmarks training --models 80m --lengths 32768,131072 --peers none,dma,sdpa --modes eager --add
+    python -m benchmarks training --models tiny --lengths 128,256 --device cpu     anywhere, for trying the script
+    python -m benchmarks training --show                                 print the table of the recorded results
+    python -m benchmarks training --update-docs                put it into docs/training.md, draw the chart, and what
                                                                matters most of it into the README
 
 Models (harness/decoder.py). 80m: 12 layers of width 768, 6/3 heads, D 128, w = 1024, MLP of 1536, vocabulary 32768: the
@@ -46,17 +46,13 @@ import itertools
 import json
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itself, installed or not
 
 from benchmarks.harness import folders, render_training
 from benchmarks.harness.folders import ROOT, output, read
-from benchmarks.harness.suite import add_record_options, options_of, write_record
+from benchmarks.harness.suite import add_record_options, options_of, parser_of, write_record
 
 if TYPE_CHECKING:
     from benchmarks.harness.decoder import Sizes
@@ -251,7 +247,7 @@ def listed(allowed: tuple[Any, ...] | None, kind: Callable[[str], Any] = str) ->
 
 
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
-    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    options = parser_of(__name__, __doc__)
     options.add_argument("--models", type=listed(("80m", "1.7b", "tiny")), default=["80m", "1.7b"])
     options.add_argument("--lengths", type=listed(None, int), default=list(LENGTHS), help="multiples of 128")
     options.add_argument("--peers", type=listed(PEERS), default=list(PEERS), help="with none for shares of attention")
@@ -289,7 +285,3 @@ def main(arguments: list[str] | None = None) -> int:
     else:
         print(render_training.text(result))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,8 +1,8 @@
 """Dense masks and biases, block and column structure, intervals as dense masks, varlen, and no mask, in one run.
 
-    python benchmarks/dense.py                       everything, below five minutes on an H200
-    python benchmarks/dense.py --table                           print the table from the results
-    python benchmarks/dense.py --update-docs                     put it into docs/performance.md
+    python -m benchmarks dense                       everything, below five minutes on an H200
+    python -m benchmarks dense --table                           print the table from the results
+    python -m benchmarks dense --update-docs                     put it into docs/performance.md
 
 Inputs: bfloat16, batch 1, 16/8 heads, D 128; query, key, value, dout and biases independent normal numbers, seeded by
 the case. Timing, L2 policy, medians and peak memory: see measure.py.
@@ -26,14 +26,9 @@ If a check of this library fails the run exits with 1 and leaves the recorded re
 """
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itself, installed or not
-
-from benchmarks.dense_cases import Benchmark, Interval, Plain, Random, Structured
-from benchmarks.dense_varlen import Varlen, lengths
 from benchmarks.harness import render_dense, suite
+from benchmarks.harness.dense_cases import Benchmark, Interval, Plain, Random, Structured
+from benchmarks.harness.dense_varlen import Varlen, lengths
 from benchmarks.harness.suite import Case
 
 
@@ -64,7 +59,3 @@ SUITE = suite.Suite(__doc__ or "", cases, benchmark, render_dense.DENSE, seconds
 
 def main(arguments: list[str] | None = None) -> int:
     return suite.main(SUITE, arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
