@@ -15,11 +15,13 @@
 //                    out, and sums over all queries (one super-tile) are written directly
 //   DQUERY           dq, too, in one pass instead of two: dS K of each step is added to float32 sums in memory, in any
 //                    order (sm90/backward_dq_postprocess.cu makes dquery of them)
+//   STORED           dS of each step is stored, for sm90/backward_dq_stored.cu (sm90/stored_ds.cuh)
 // All other results have one writer and a fixed order of additions, whoever takes which ticket: the same bits on every run.
 //
 // Prelude: ELEMENT, HEAD_DIM (at most 256), BLOCK_Q, STAGES (of queries), KEY_STAGES (1 or 2), KEYS (KEYS_SHARED without
 // SEQUENCES), INTERVALS, CAUSAL, BIAS (BIAS_NONE or BIAS_OF_KEYS), SOFTCAP, SEQUENCES, DQUERY (HEAD_DIM to 128), BITS
-// (KEYS_LISTED with at most MAX_STEPS steps; with none of INTERVALS, CAUSAL, SEQUENCES and DQUERY).
+// (KEYS_LISTED with at most MAX_STEPS steps; with none of INTERVALS, CAUSAL, SEQUENCES and DQUERY), STORED (KEYS_LISTED,
+// HEAD_DIM to 128, BLOCK_Q 64; with none of SEQUENCES, DQUERY and BITS).
 #include "sm90/backward_dkv_consumer.cuh"
 #include "sm90/backward_dkv_producer.cuh"
 #if WIDE

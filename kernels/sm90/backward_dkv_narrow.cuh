@@ -1,5 +1,5 @@
-// A consumer of the Hopper key gradients up to HEAD_DIM 128: dk and dv of its warpgroup's keys, and with DQUERY half of dq
-// of each step.
+// A consumer of the Hopper key gradients up to HEAD_DIM 128: dk and dv of its warpgroup's keys, with DQUERY half of dq of
+// each step, with STORED its dS.
 //
 // Prelude: as sm90/backward_dkv.cu.
 #pragma once
@@ -11,7 +11,18 @@ struct Consumer : ConsumerBase {
     PipelineState<2> ds;
 #endif
 
+#if STORED
+    ELEMENT* ds;  // where this lane's first row of the current step goes
+#endif
+
     using ConsumerBase::ConsumerBase;
+
+#if STORED
+    __device__ __forceinline__ void begin_stored(const KeyTile& t) {
+        const long long step = (long long)stored_tile(launch.stored, t) * (p.heads / p.kv_heads) * launch.stored.super_steps;
+        ds = launch.stored.ds + step * (BLOCK_N * STEP_QUERIES) + row(0) * STEP_QUERIES + (lane & 3) * 8;
+    }
+#endif
 
 #if DQUERY
     __device__ __forceinline__ void begin_sums(const KeyTileMeta& meta) {
@@ -96,6 +107,10 @@ struct Consumer : ConsumerBase {
         unsigned probability[QUERY_FRAGMENTS][4], gradient[QUERY_FRAGMENTS][4];
         differentiate();
         round(gradient, dp);
+#if STORED
+        store_ds(ds, gradient);
+        ds += BLOCK_N * STEP_QUERIES;
+#endif
         round(probability, s);
         if (++step == steps) {
             step = 0;
@@ -141,6 +156,9 @@ struct Consumer : ConsumerBase {
         begin_tile(stage, meta);
 #if DQUERY
         begin_sums(meta);
+#endif
+#if STORED
+        begin_stored(meta.tile);
 #endif
         const KeyTile t = meta.tile;
         const int total = meta.all_steps;

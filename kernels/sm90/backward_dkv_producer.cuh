@@ -86,7 +86,7 @@ __device__ __forceinline__ int load_meta(KeyTileMeta& meta, const BackwardDkvPar
     const int steps = find_steps(meta, p, t);
 #else
     QueryRange queries = find_queries(meta.start, meta.stop, t);
-    if (DQUERY) queries.begin -= (queries.begin - t.first_query) % UNIT_QUERIES;  // before steps are counted from it
+    if (DQUERY || STORED) queries.begin -= (queries.begin - t.first_query) % UNIT_QUERIES;  // before steps are counted from it
     const int steps = max(0, (queries.end - queries.begin + BLOCK_Q - 1) / BLOCK_Q);
 #endif
     int first_step = 0, all_steps = steps * (p.heads / p.kv_heads);
@@ -110,6 +110,23 @@ __device__ __forceinline__ int load_meta(KeyTileMeta& meta, const BackwardDkvPar
     return all_steps;
 }
 
+// Whether a key has a row; if not, nobody sees it or its bias hides it.
+__device__ __forceinline__ bool has_row(const KeyTileMeta& meta, int row) {
+    const bool hidden = BIAS == BIAS_OF_KEYS && meta.bias[row] == -infinity();
+    return meta.start[row] < meta.stop[row] && !hidden;
+}
+
+#if STORED
+// Tells the query pass of a tile, by a warp.
+__device__ __forceinline__ void store_meta(const StoredDs& stored, const KeyTileMeta& meta, const KeyTile& t) {
+    const int tile = stored_tile(stored, t), lane = threadIdx.x & 31;
+    for (int i = lane; i < BLOCK_N; i += 32) stored.keys[tile * BLOCK_N + i] = has_row(meta, i) ? meta.index[i] : -1;
+    if (lane != 0) return;
+    const int first = (meta.queries.begin - t.first_query) / STEP_QUERIES;
+    stored.steps[tile] = make_int2(first, first + meta.steps);
+}
+#endif
+
 // Rows of keys and values; zeros for a key that nobody sees or that its bias hides, whatever it holds.
 __device__ __forceinline__ void load_rows(Shared& shared, int stage, const AttentionParams& p, const KeyTile& t) {
     constexpr int PIECES = 2 * ROW_STEPS;  // 16 bytes each
@@ -119,8 +136,7 @@ __device__ __forceinline__ void load_rows(Shared& shared, int stage, const Atten
 #pragma unroll 4
     for (int i = threadIdx.x & 31; i < BLOCK_N * PIECES; i += 32) {
         const int row = i / PIECES, piece = i % PIECES;
-        const bool hidden = BIAS == BIAS_OF_KEYS && meta.bias[row] == -infinity();
-        const bool exists = meta.start[row] < meta.stop[row] && !hidden && piece * 8 < HEAD_DIM;
+        const bool exists = has_row(meta, row) && piece * 8 < HEAD_DIM;
         const long long key = meta.index[row], column = exists ? piece * 8 : 0;
         copy_async_16(piece_of<BLOCK_N>(shared.key[stage], row, piece), keys + key * p.key_row + column, exists ? 16 : 0);
         copy_async_16(piece_of<BLOCK_N>(shared.value[stage], row, piece), values + key * p.value_row + column,
@@ -157,7 +173,11 @@ __device__ __forceinline__ bool take_ticket(const BackwardDkvParams& launch, Key
         ticket = __shfl_sync(ALL_LANES, ticket, 0);
         if (ticket >= static_cast<unsigned>(launch.tiles)) return false;
         part = launch.in_parts() ? ticket / launch.whole_tiles : 0;
-        t = find_key_tile(launch.attention, tile_of_number(launch.attention, ticket - part * launch.whole_tiles));
+        unsigned number = ticket - part * launch.whole_tiles;
+#if STORED
+        number += launch.stored.first_tile;
+#endif
+        t = find_key_tile(launch.attention, tile_of_number(launch.attention, number));
     } while (KEYS == KEYS_LISTED && t.count <= 0);
     return true;
 }
@@ -175,6 +195,9 @@ __device__ __forceinline__ void produce_keys(Shared& shared, const BackwardDkvPa
         } else if (load_meta(shared.meta[stage], launch, t, part) > 0) {
             load_rows(shared, stage, p, t);
         }
+#if STORED
+        if (found) store_meta(launch.stored, shared.meta[stage], t);
+#endif
         barrier_arrive(&shared.key_full[stage]);
         if (!found) return;
     }

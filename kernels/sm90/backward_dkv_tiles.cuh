@@ -18,6 +18,9 @@
 #include "sm90/backward_mma.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/swizzle.cuh"
+#if STORED
+#include "sm90/stored_ds.cuh"
+#endif
 
 constexpr int QUERY_FRAGMENTS = BLOCK_Q / 16;
 constexpr int WORDS = BLOCK_Q / 32;        // BITS: of a key in a step
@@ -37,6 +40,7 @@ static_assert(HEAD_DIM <= 256 && !(WIDE && DQUERY) && !(SEQUENCES && KEYS == KEY
 static_assert(!BITS || (KEYS == KEYS_LISTED && !DQUERY && !INTERVALS && !CAUSAL && !SEQUENCES), "dense masks have lists");
 static_assert(!(BITS && DELAY), "with bits keys have no intervals");
 static_assert(!SEQUENCES || SUPER_UNIT % BLOCK_N == 0, "a tile's keys are of one list");
+static_assert(!STORED || (KEYS == KEYS_LISTED && BLOCK_Q == 64 && !WIDE && !BITS && !SEQUENCES && !DQUERY), "stored dS");
 
 struct BackwardDkvParams {
     TensorMap query, dout;
@@ -48,12 +52,22 @@ struct BackwardDkvParams {
     // KEYS_CONTIGUOUS: tiles are taken in parts of `chunk` steps (0: whole), whose sums are partial_key and partial_value,
     // (parts, batch, key_length, kv_heads, HEAD_DIM), and partial_bias, (parts, batch, heads, key_length), 0 before.
     int chunk, whole_tiles;
+#if STORED
+    StoredDs stored;
+#endif
 
     __device__ __forceinline__ bool in_parts() const { return KEYS == KEYS_CONTIGUOUS && chunk > 0; }
 };
 
 // Where the units of a sequence begin (or of a super-tile, or of all queries: sequence 0).
 __device__ __forceinline__ int unit_of(int first_query, int sequence) { return first_query / UNIT_QUERIES + sequence; }
+
+#if STORED
+// Which tile of the launch.
+__device__ __forceinline__ int stored_tile(const StoredDs& stored, const KeyTile& t) {
+    return static_cast<int>(t.partial / BLOCK_N) - stored.first_tile;
+}
+#endif
 
 // What is known of a tile's keys.
 struct KeyTileMeta {

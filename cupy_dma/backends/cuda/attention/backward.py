@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cupy_dma.arrays import Operand
-from cupy_dma.backends.cuda.attention import sm90_backward
+from cupy_dma.backends.cuda.attention import sm90_backward, sm90_stored
 from cupy_dma.backends.cuda.attention.problem import Problem, rows_aligned
 from cupy_dma.backends.cuda.attention.tiles import backward_dbias_tile, backward_dkv_tile, backward_dq_tile
 from cupy_dma.backends.cuda.lists.dense_macro_tiles import DenseSupers, dense_supers
@@ -78,6 +78,7 @@ class _Passes:
     dense: DenseSupers | None  # of a dense mask
     entries: int  # of those lists, of all rows
     order: KeyOrder | None  # of an interval mask without a bound
+    stored: sm90_stored.Chunks | None  # of the lists, where the Hopper key pass stores dS
     parts: sm90_backward.QuerySplits  # in which the Hopper kernel takes tiles
     bias_heads: int  # of the dbias that kernels write
 
@@ -123,9 +124,13 @@ def _passes(build: Builder, call: AttentionBackwardCall, problem: Problem) -> _P
     order = None
     if any(wanted) and parts.count == 1 and problem.mask is not None and packed is None and not problem.by_head:
         order = key_order(build, problem.mask, own.query_length, problem.causal, own.sequences)
-    queries_first = hopper_query and not one_pass and own.head_dim <= sm90_backward.MAX_NARROW_DIM
+    stored = None
+    if hopper_keys and not one_pass and build.overrides.stored and build.takes(
+            sm90_stored.NAME, sm90_stored.reasons(call, problem, supers)):
+        stored = sm90_stored.chunks_of(call, supers)
+    queries_first = hopper_query and not one_pass and stored is None and own.head_dim <= sm90_backward.MAX_NARROW_DIM
     return _Passes(wanted, dense_bias, vector, hopper_keys, hopper_query, one_pass, queries_first, supers, dense,
-                   entries, order, parts, bias_heads)
+                   entries, order, stored, parts, bias_heads)
 
 
 def _key_tile(build: Builder, call: AttentionBackwardCall, problem: Problem) -> KeyTile:
@@ -181,7 +186,7 @@ class _Backward:
             build.launch(build.load(preprocess, "backward_preprocess"),
                          blocks(self.batch * self.length * self.heads, REDUCE_WARPS), REDUCE_THREADS,
                          self.problem.pack(None, **fields) + cleared)
-            if "query" in call.needs and not passes.one_pass:
+            if "query" in call.needs and not passes.one_pass and passes.stored is None:
                 if passes.hopper_query:
                     assert tickets is not None
                     sm90_backward.launch_dq(build, call, self.problem, fields, tickets)
@@ -197,7 +202,7 @@ class _Backward:
 
     def _zeros(self) -> tuple[Ref | None, Ref | None, Ref | None, Packed]:
         """What Hopper kernels add to: sums of dq in one pass and of dbias in parts, if there are any, and a counter of
-        each kernel. In one array, which backward_preprocess clears if it is launched: from which address and how many
+        each launch. In one array, which backward_preprocess clears if it is launched: from which address and how many
         16 bytes, as its parameters say it."""
         passes, problem = self.passes, self.problem
         if not (passes.hopper_keys or passes.hopper_query):
@@ -206,7 +211,8 @@ class _Backward:
         bias_sums = 0
         if passes.parts.count > 1 and passes.wanted[2]:
             bias_sums = passes.parts.count * self.batch * self.heads * self.key.shape[1]
-        pieces = blocks(sums + bias_sums + 2, 4)
+        counters = 2 if passes.stored is None else 2 * passes.stored.number
+        pieces = blocks(sums + bias_sums + counters, 4)
         begin = (self.build.zeros if passes.queries_first else self.build.empty)((pieces, 4), "float32").ref
         cleared = pack_pointer(begin) + (0 if passes.queries_first else pieces).to_bytes(8, "little")
         return begin if sums else None, begin + 4 * sums, begin + 4 * (sums + bias_sums), cleared
@@ -242,7 +248,10 @@ class _Backward:
         partials = {name: build.empty((entries * size,), "float32").ref
                     for (name, size), wanted in zip(sizes.items(), passes.wanted) if wanted and partial}
         fields = {**fields, **lists, **partials}
-        if passes.hopper_keys:
+        if passes.stored is not None:
+            assert tickets is not None
+            sm90_stored.launch(build, self.call, problem, passes.stored, entries, fields, tickets)
+        elif passes.hopper_keys:
             assert tickets is not None
             sm90_backward.launch_dkv(build, self.call, problem, passes.keys, entries, fields, tickets + 4, passes.parts,
                                      sums)

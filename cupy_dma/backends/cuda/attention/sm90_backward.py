@@ -86,6 +86,7 @@ class HopperBackwardDkvConfig(_Config):
     key_stages: int
     intervals: bool
     dquery: bool
+    stored: bool = False  # dS is (sm90_stored.py)
 
     @property
     def shared_bytes(self) -> int:
@@ -289,11 +290,12 @@ def query_sums(call: AttentionBackwardCall, problem: Problem) -> int:
 
 
 def launch_dkv(build: Builder, call: AttentionBackwardCall, problem: Problem, keys: str, entries: int, fields: Fields,
-               tickets: Ref, parts: QuerySplits, sums: Ref | None) -> None:
+               tickets: Ref, parts: QuerySplits, sums: Ref | None, stored: tuple[int, Packed] | None = None) -> None:
     """Writes the gradients of keys, values and bias, or with lists of super-tiles, of so many ``entries``, their sums
     over these, or those of ``parts``; and with ``sums``, the address of so many zeros as ``query_sums``, that of
     queries, from ``delta``. ``keys``: their order. ``fields`` and ``tickets`` as in ``launch_dq``, with the lists and
-    where sums over tiles or parts go."""
+    where sums over tiles or parts go. ``stored``: of how many tiles dS is stored, which are all that are taken, and the
+    parameters of that (``StoredDs`` in the kernel's files)."""
     query, key, one_pass = call.forward.query, call.forward.key, sums is not None
     head_dim = key.shape[3]
     narrow = keys != "KEYS_CONTIGUOUS" or problem.delay
@@ -302,11 +304,12 @@ def launch_dkv(build: Builder, call: AttentionBackwardCall, problem: Problem, ke
         key_stages=key_stages(head_dim, one_pass), keys=keys,
         intervals=problem.tests_intervals, causal=problem.tests_causality, bias=problem.bias_kind,
         softcap=call.forward.softcap > 0.0, sequences=problem.count > 0, bits=problem.bits, delay=problem.delay,
-        dquery=one_pass)
-    tiles = _key_tiles(call, problem, entries)
+        dquery=one_pass, stored=stored is not None)
+    tiles, of_stored = stored or (_key_tiles(call, problem, entries), b"")
     query_units = tile_count(query.shape[1], UNIT_QUERIES, problem.count)
     params = problem.pack(None, **fields) + _tickets(tickets, tiles * parts.count) + query_units.to_bytes(4, "little")
     params += pack_pointer(sums or 0) + parts.steps.to_bytes(4, "little") + tiles.to_bytes(4, "little")
+    params += of_stored
     packed = _packed(_maps(call, block_q(head_dim, one_pass, narrow), 1), params)
     build.launch(build.load(config, "backward_dkv", config.shared_bytes), min(tiles * parts.count, build.num_sms),
                  THREADS, packed, pdl=False)

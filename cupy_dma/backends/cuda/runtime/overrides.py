@@ -24,6 +24,9 @@ class Overrides:
         Of the Hopper forward.
     one_pass : bool or None
         Whether the Hopper backward is one pass where it need not be deterministic.
+    stored : bool or None
+        True: in two passes of the Hopper backward over key lists, the key pass stores dS, from which the query pass
+        makes its gradient (up to 2 GiB of workspace).
     parts
         Of the tiles of keys in the Hopper backward.
     counted : bool or None
@@ -38,6 +41,7 @@ class Overrides:
     tile: HopperTile | None = None
     schedule: Schedule | None = None
     one_pass: bool | None = None
+    stored: bool | None = None
     parts: QuerySplits | None = None
     counted: bool | None = None
     shared_memory: int | None = None

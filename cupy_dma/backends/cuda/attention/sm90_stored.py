@@ -1,0 +1,126 @@
+"""The gradient of the queries on Hopper from stored dS: the key pass (``sm90_backward.launch_dkv``) keeps dS of each of
+its steps in 16 bits, and ``kernels/sm90/backward_dq_stored.cu`` makes ``dq = dS K`` of it, one product in place of the
+three of the query pass. As there, every sum has one order, and results have the same bits on every run.
+
+dS needs ``2 * 64 * 128`` bytes a step of 64 queries and 128 keys, as many steps as lists of super-tiles have room for:
+2 GiB at 32768 tokens, 16 query and 8 kv heads and 1024 keys a query. So the two passes take turns over chunks of lists,
+whose dS is at most ``MAX_STORED``; where a chunk ends changes no bit.
+
+For two passes over lists of super-tiles up to head dim 128: not of packed sequences and dense masks, and only where
+gradients of queries and of others are wanted.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+from typing import TYPE_CHECKING
+
+from cupy_dma.arrays import Operand
+from cupy_dma.backends.cuda.attention import sm90_backward
+from cupy_dma.backends.cuda.attention.problem import Problem
+from cupy_dma.backends.cuda.attention.sm90_backward import MAX_NARROW_DIM, THREADS
+from cupy_dma.backends.cuda.attention.tma import rows_map
+from cupy_dma.backends.cuda.lists.intervals import Fields, SuperLists
+from cupy_dma.backends.cuda.runtime import jit
+from cupy_dma.backends.cuda.runtime.builder import Builder
+from cupy_dma.backends.cuda.runtime.configs import ELEMENTS, blocks
+from cupy_dma.backends.cuda.runtime.params import Ref, pack_pointer
+
+if TYPE_CHECKING:
+    from cupy_dma.calls.types import AttentionBackwardCall
+
+NAME = "stored dS"
+MAX_STORED = 2 << 30  # bytes of dS at a time
+STEP_QUERIES, TILE_KEYS = 64, 128  # of a step of the key pass
+STEP_BYTES = 2 * STEP_QUERIES * TILE_KEYS
+ROW_UNITS = 4  # of a tile of backward_dq_stored.cu: steps of queries times heads
+BLOCK_N = 64  # keys that it takes at a time
+
+
+@dataclass(frozen=True)
+class HopperBackwardDqStoredConfig(jit.Config):
+    source = "sm90/backward_dq_stored.cu"
+    element: str
+    head_dim: int
+    heads: int  # of a GQA group in one tile
+    block_n: int
+    stages: int
+
+    @property
+    def shared_bytes(self) -> int:
+        """Size of ``struct Shared`` in the kernel's file, rounded up, and room to align it."""
+        rows = blocks(self.head_dim, 64) + ROW_UNITS
+        return 1024 + self.stages * (128 * self.block_n * rows + 24) + 64
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """The key lists of super-tiles of all kv heads, ``count`` in all, of which ``size`` are taken at a time."""
+
+    count: int
+    size: int
+    tiles: int  # of keys, of a list
+    steps: int  # of queries, of a super-tile
+
+    @property
+    def number(self) -> int:
+        return blocks(self.count, self.size)
+
+
+def reasons(call: AttentionBackwardCall, problem: Problem, supers: SuperLists | None) -> list[str]:
+    """Why dS is not stored for a call whose key pass is the Hopper kernel, in two passes."""
+    own = call.forward
+    against = {
+        f"a head dim above {MAX_NARROW_DIM}": own.head_dim > MAX_NARROW_DIM, "packed sequences": problem.count > 0,
+        "a dense mask": problem.bits, "no lists of super-tiles": supers is None,
+        "no gradient of the queries": "query" not in call.needs}
+    found = [reason for reason, holds in against.items() if holds]
+    if not found and chunks_of(call, supers).size == 0:
+        found.append(f"more than {MAX_STORED} bytes of one super-tile")
+    return found
+
+
+def chunks_of(call: AttentionBackwardCall, supers: SuperLists | None) -> Chunks:
+    """How a call that is served is taken; of size 0 where not even one list is small enough."""
+    assert supers is not None
+    own, fields = call.forward, supers.fields
+    steps, tiles = fields["super_queries"] // STEP_QUERIES, fields["super_capacity"] // TILE_KEYS
+    count = own.batch * own.kv_heads * fields["supers"]
+    most = MAX_STORED // (STEP_BYTES * tiles * steps * (own.heads // own.kv_heads))
+    return Chunks(count, blocks(count, blocks(count, most)) if most else 0, tiles, steps)
+
+
+def launch(build: Builder, call: AttentionBackwardCall, problem: Problem, chunks: Chunks, entries: int, fields: Fields,
+           tickets: Ref) -> None:
+    """Writes the gradient of the queries, and all that ``launch_dkv`` writes. ``entries`` and ``fields`` as there;
+    ``tickets``: two counters for each chunk, 0 before."""
+    query, key = call.forward.query, call.forward.key
+    head_dim, group = key.shape[3], query.shape[2] // key.shape[2]
+    heads = gcd(group, ROW_UNITS)
+    config = HopperBackwardDqStoredConfig(ELEMENTS[query.dtype], head_dim, heads, BLOCK_N, stages(head_dim))
+    kernel = build.load(config, "backward_dq_stored", config.shared_bytes)
+    tile_rows = group * chunks.steps * TILE_KEYS
+    ds = build.empty((1, chunks.size * chunks.tiles * tile_rows, 1, STEP_QUERIES), query.dtype)
+    keys = build.empty((chunks.size * chunks.tiles * TILE_KEYS,), "int32").ref
+    steps = build.empty((chunks.size * chunks.tiles, 2), "int32").ref
+    for i, first in enumerate(range(0, chunks.count, chunks.size)):
+        size = min(chunks.size, chunks.count - first)
+        stored = pack_pointer(ds.ref) + pack_pointer(keys) + pack_pointer(steps)
+        stored += b"".join(x.to_bytes(4, "little") for x in (first * chunks.tiles, chunks.steps))
+        counters = tickets + 8 * i
+        sm90_backward.launch_dkv(build, call, problem, "KEYS_LISTED", entries, fields, counters,
+                                 sm90_backward.QuerySplits(), None, stored=(size * chunks.tiles, stored))
+        found = rows_map(_described(build, ds), BLOCK_N)
+        assert found is not None
+        packed = found + problem.pack(None, **fields) + stored + pack_pointer(counters + 4) + size.to_bytes(4, "little")
+        tiles = size * (group // heads) * blocks(chunks.steps, ROW_UNITS // heads)
+        build.launch(kernel, min(tiles, build.num_sms), THREADS, packed.padded(64), pdl=False)
+
+
+def _described(build: Builder, ds: object) -> Operand:
+    return build.describe(ds, "ds")  # type: ignore[arg-type]
+
+
+def stages(head_dim: int) -> int:
+    """Of blocks of keys and dS, as many as there is room for."""
+    return 4 if head_dim > 64 else 5
