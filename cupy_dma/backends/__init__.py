@@ -1,37 +1,37 @@
-"""The backend registry: what a backend is, and which one serves a call.
+"""The backend registry: what a backend provides, and which one serves a call.
 
 A backend is a module with these functions:
 
 - ``unavailable() -> str | None``: why it cannot run here;
 - ``key_scores(value, dt_proj, A, dt_bias, form) -> array``: SPEC section 2, float32 ``(B, Hkv, Lk)``;
 - ``prefix_stop(scores, window, padding, document) -> array``: ``stop_j`` of SPEC section 3, int32 ``(B, Hkv, Lk)``;
-  ``window`` is an int, or a tuple of one per head of the scores;
-- ``selected_run(scores, window, keys, padding, documents, apart) -> (start, stop)``, optional: the whole selection as
-  ``masks/selection.py`` makes it of ``prefix_stop``, for scores that are not empty; ``window`` is None where every key
-  is kept, ``documents`` are as the caller gives them, and ``apart`` as in ``Candidates``;
+  ``window`` is an int, or a tuple with one per head of the scores;
+- ``selected_run(scores, window, keys, padding, documents, apart) -> (start, stop)``, optional: the whole selection, as
+  ``masks/selection.py`` builds it from ``prefix_stop``, for nonempty scores; ``window`` is None if every key is kept,
+  ``documents`` are as the caller passes them, and ``apart`` is as in ``Candidates``;
 - ``attention(call) -> (out, lse)``: SPEC section 5;
 - ``attention_backward(call) -> (dquery, dkey, dvalue, dbias)``: SPEC section 6, for an ``AttentionBackwardCall``; None
-  for what ``call.needs`` leaves out. ``dbias`` has the four axes of the call's bias Operand and its type;
+  for gradients not in ``call.needs``. ``dbias`` has the four axes of the call's bias Operand and its type;
 - ``key_scores_backward(dscores, value, dt_proj, A, dt_bias, form, needs, dvalue=None) -> (dvalue, ddt_proj, dA,
   ddt_bias)``: ``dscores`` is contiguous float32 ``(B, Hkv, Lk)`` (float64 for float64); each result has its argument's
-  shape and type, None for what ``needs`` leaves out. ``dvalue``, if given, is the gradient of ``value`` through the
-  attention itself and is added before rounding (``needs`` then holds "value");
+  shape and type, None if not in ``needs``. ``dvalue``, if given, is the gradient of ``value`` through the attention
+  itself and is added before rounding (``needs`` then contains "value");
 - ``cache_extend(state, call) -> (out, lse)``: SPEC section 7, for a ``CacheState``, updated in place, and an
   ``ExtendCall``; ``out`` and ``lse`` are None without a query;
-- ``takes_value_dim(call) -> bool``, optional: whether it takes this call, forward or backward, whose values have
-  another head dim than its keys; without it calls get zero columns (``calls/head_dims.py``);
+- ``takes_value_dim(call) -> bool``, optional: whether it supports ``Dv != D`` for this call, forward or backward;
+  otherwise the narrower arrays get zero columns (``calls/head_dims.py``);
 - ``attend_last(call, scores) -> (out, lse) | None``, optional: ``dynamic_mask_attention`` for a ``DynamicCall`` with
-  few queries and its scores, without building a mask; None for a call that is faster with one;
+  few queries and its scores, without building a mask; None if the call is faster with one;
 - ``last_keys(scores, window) -> array``, optional: the best ``window`` of more keys, int32 ``(B, Hkv, window)`` in any
   order, for float32 scores;
-- ``run_kernel(launch)``, optional: a kernel of the user's own (``cuda/runtime/user_kernel.py``);
-- ``make_chain(call, grad, own_mask) -> chain | None``, optional: an ``AttentionCall`` or ``DynamicCall``, and with
-  ``grad`` its gradients, as programs for calls that differ in addresses alone (``cuda/chain.py``); with the ``runtime``
-  that they belong to, and ``keeps_programs()``, False while calls shall build programs of their own;
-- ``build_program(function, operands) -> program | None``, optional: a function of arrays as a program that fills memory
-  of the caller's, by ``launch(program, addresses, stream, arrays)`` (``cuda/backend.py``).
+- ``run_kernel(launch)``, optional: a user's kernel (``cuda/runtime/user_kernel.py``);
+- ``make_chain(call, grad, own_mask) -> chain | None``, optional: programs of an ``AttentionCall`` or ``DynamicCall``,
+  and with ``grad`` of its gradients, for calls that differ in addresses only (``cuda/chain.py``); with it the
+  ``runtime`` of the programs, and ``keeps_programs()``, False while calls must build programs of their own;
+- ``build_program(function, operands) -> program | None``, optional: a function of arrays as a program that fills the
+  caller's memory, by ``launch(program, addresses, stream, arrays)`` (``cuda/backend.py``).
 
-They take checked ``Operand``s, a forward without sinks, and return arrays of the library of their first argument.
+They take checked ``Operand``s (a forward call without sinks) and return arrays of their first argument's library.
 CUDA arrays go to ``cuda``, CPU arrays to ``numpy``. ``register`` adds a backend from outside the package; in a checkout
 ``CUPY_DMA_EMULATOR=1`` sends CPU arrays to the one that runs the CUDA kernels on the CPU (``tests/emulator``).
 """
@@ -47,7 +47,7 @@ from cupy_dma import checks
 from cupy_dma.arrays import Operand, is_tensor, library_named
 
 NAMES = ("cuda", "numpy", "triton", "flex")  # in order of preference for CUDA arrays
-_loaded: dict[str, Any] = {}  # the backends known to be able to run
+_loaded: dict[str, Any] = {}  # backends that have been found to run here
 _registered: dict[str, Any] = {}  # those from outside the package
 _FOR_CPU = "emulator" if os.environ.get("CUPY_DMA_EMULATOR", "") not in ("", "0") else "numpy"
 
@@ -58,7 +58,7 @@ def register(name: str, backend: Any) -> None:
 
 
 def is_registered(name: str) -> bool:
-    """Whether a backend of this name has come from outside the package."""
+    """Whether a backend of this name was registered from outside the package."""
     return name in _registered or name == _FOR_CPU and why_not(name) is None
 
 
@@ -114,7 +114,7 @@ def choose(backend: str | None, operands: Iterable[Operand | None]) -> ModuleTyp
         module = _loaded[name]
     except (KeyError, TypeError):
         module = None
-    if module is None:  # outside of the handler, or errors would be shown as following from it
+    if module is None:  # outside the handler, so that errors are not chained to it
         module = _load(name, backend, first)
     if name in _registered and on_cuda:
         raise ValueError(f"backend={name!r} takes CPU arrays, but {first.name} is on {first.device}")

@@ -5,7 +5,7 @@
 
 Functions, argument names and argument order are those of the original, in all its versions; semantics are those of
 ``cupy_dma.attention``, on which this is a thin layer. ``docs/coming_from_flash_dmattn.md`` lists the original's calls,
-their equivalents here, and deliberate differences. Every name is loaded on first use.
+their equivalents here, and the deliberate differences. Every name is loaded on first use.
 """
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
 """Conversion of the original's masks and biases to those of ``cupy_dma.attention``.
 
 A mask may be boolean (True = visible) or numeric with 1 = visible and 0 = hidden. Additive masks (0 = visible, -inf or
-a type's lowest number = hidden) raise: they may hold a bias besides, which would be lost. To tell them apart the values
-of float masks are read, which synchronizes with a GPU; nothing else here does. Shapes are
-``(1|B, 1|Hkv|H, 1|Lq, 1|Lk)``, or without the query axis; the key axis may be padded to the next multiple of 128, as
-the original padded it.
+a type's lowest number = hidden) raise, because a bias in them would be lost. To tell them apart, values of float masks
+are read, which synchronizes with a GPU; nothing else here does. Shapes are ``(1|B, 1|Hkv|H, 1|Lq, 1|Lk)``, or without
+the query axis; the key axis may be padded to the next multiple of 128, as the original padded it.
 """
 from __future__ import annotations
 
@@ -59,8 +58,8 @@ def added(bias: Any, key_length: int, name: str = "attn_bias") -> Any:
 
 
 def _cut(array: Any, operand: Operand, key_length: int) -> Any:
-    """The array without padding keys, and with every axis of stride 0 cut to size 1: an expanded key bias becomes a
-    plain key bias again, whose work and memory do not grow quadratically with the length."""
+    """The array without padding keys, with every axis of stride 0 cut to size 1: an expanded key bias becomes a plain
+    key bias again, whose work and memory are linear in the length."""
     if operand.shape and operand.shape[-1] == -(-key_length // _PADDED_TO) * _PADDED_TO > key_length:
         array = array[..., :key_length]
     if getattr(array, "requires_grad", False) and array.is_leaf:
@@ -95,7 +94,7 @@ _INSTEAD = "write 0 and -inf as {0} == 0, 1 and 0 as {0} != 0, and pass what is 
 
 
 def _check_values(array: Any, operand: Operand) -> None:
-    """ValueError unless all are 0 or 1, and for floats not all 0: an additive mask may be, and then hides nothing."""
+    """ValueError unless all are 0 or 1. Floats must not all be 0: that may be an additive mask that hides nothing."""
     one = array == 1
     if not bool(((array == 0) | one).all()):
         found = "other values"

@@ -33,7 +33,7 @@ def flash_dmattn_func(query: Any, key: Any, value: Any, attn_mask: Any = None, a
         ``H`` is a multiple of ``Hkv``. Copied if the last axis is not contiguous.
     attn_mask : array ``(1|B, 1|Hkv|H, 1|Lq, 1|Lk)`` or ``(1|B, 1|Hkv|H, 1|Lk)``, or IntervalMask, optional
         True or 1 = visible, False or 0 = hidden. Additive masks (0 and -inf) raise; the values of a float mask are read
-        to see that it is none, which synchronizes with a GPU. A tuple of masks is their intersection.
+        to rule that out, which synchronizes with a GPU. A tuple of masks is their intersection.
     attn_bias : float array of such a shape, optional
         Added after scale and softcap. An expanded key bias is treated as a key bias, in linear memory.
     softmax_scale

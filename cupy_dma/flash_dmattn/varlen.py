@@ -2,7 +2,7 @@
 
 Masks and biases per key are passed on to ``cupy_dma.varlen_attention``. With a query axis the sequences are laid out as
 a left-padded batch: query ``i`` of ``Lq`` in row ``max_q - Lq + i`` and key ``j`` of ``Lk`` in row ``max_k - Lk + j``,
-so that bottom-right alignment, and causality with it, is that of the whole batch. That takes the memory of a padded
+so that bottom-right alignment, and with it causality, is that of the whole batch. This takes the memory of a padded
 mask, which the caller's mask takes already.
 """
 from __future__ import annotations
@@ -229,7 +229,7 @@ def _laid_out(array: Any, name: str, q: _Layout, k: _Layout) -> Any:
         return None
     operand = describe(array, name)
     checks.require_same_device((k.operand, operand))
-    if 0 in operand.shape:  # all sequences are empty: their rows index what is never used
+    if 0 in operand.shape:  # all sequences are empty: their rows would index unused elements
         array = operand.library.full(tuple(max(size, 1) for size in operand.shape), 0, operand.dtype, operand.device)
 
     def numbers(size: int, axis: int) -> Any:

@@ -107,7 +107,7 @@ def test_files_of_another_user_are_replaced(compiler, monkeypatch):
 def test_a_directory_that_cannot_be_written_is_named_and_the_kernel_kept(compiler, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("CUPY_DMA_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    with pytest.warns(disk_cache.NotKeptWarning, match=r"cannot be kept in .*file/cache.*Set CUPY_DMA_CACHE_DIR"):
+    with pytest.warns(disk_cache.NotKeptWarning, match=r"cannot be stored in .*file/cache.*Set CUPY_DMA_CACHE_DIR"):
         compiled = compile_anew()
     assert compiled.path.parent not in tmp_path.parents
     assert stat.S_IMODE(compiled.path.parent.stat().st_mode) == 0o700

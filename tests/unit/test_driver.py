@@ -188,5 +188,5 @@ def test_a_program_launches_what_was_built(fake):
     with pytest.raises(RuntimeError, match=r"some_kernel .*5 blocks of 64 threads"):
         plan.run(runtime, [address], STREAM)
     device.statuses = [0, 1]
-    with pytest.raises(RuntimeError, match="228 bytes at 0x7f0000002020 cannot be set to zero: CUDA_ERROR"):
+    with pytest.raises(RuntimeError, match="cannot set 228 bytes at 0x7f0000002020 to zero: CUDA_ERROR"):
         plan.run(runtime, [address], STREAM)

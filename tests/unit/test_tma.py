@@ -56,5 +56,5 @@ def test_descriptors_that_hold_addresses_in_another_way_raise():
 
 def test_other_errors_raise(answers):
     answers.statuses = [700]
-    with pytest.raises(RuntimeError, match=r"no TMA descriptor of .* error 700"):
+    with pytest.raises(RuntimeError, match=r"cannot make a TMA descriptor of .* error 700"):
         descriptor(answers.encode)

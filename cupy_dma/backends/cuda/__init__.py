@@ -1,8 +1,8 @@
 """The CUDA backend: this project's raw kernels (``kernels/``), compiled for the device at run time.
 
 Work runs on the caller's current stream, memory comes from the caller's library, and nothing synchronizes. The modules
-of this package build programs (``runtime/program.py``), one for each kind of call, from shapes, strides, types and
-options alone; ``backend.py`` runs them, ``chain.py`` those of a differentiable call. Its packages mirror ``kernels/``:
+here build programs (``runtime/program.py``), one for each combination of shapes, strides, types and options;
+``backend.py`` runs them, ``chain.py`` those of a differentiable call. The packages mirror ``kernels/``:
 
     attention/  forward, backward, Hopper, few queries       kernels/sm80, sm90, decode/flash_decode.cu
     select/     key scores and top-w                         kernels/select
@@ -60,8 +60,8 @@ def unavailable() -> str | None:
 
 def warmup_jobs(head_dims: tuple[int, ...] = (64, 128), dtypes: tuple[str, ...] = ("float16", "bfloat16"),
                 groups: tuple[int, ...] = (1, 2, 4), arch: str | None = None) -> list[tuple[str, Callable[[], Any]]]:
-    """(label, job) pairs; ``job()`` compiles one kernel file for ``arch``, by default the current device's (without one
-    sm_90a)."""
+    """(label, job) pairs; ``job()`` compiles one kernel file for ``arch``, by default that of the current device, or
+    sm_90a if there is none."""
     if arch is None and unavailable() is None:
         import cupy
 

@@ -1,4 +1,4 @@
-"""What ``cupy_dma.backends`` asks of a backend, for one device: checked calls, each by a program."""
+"""The functions that ``cupy_dma.backends`` asks of a backend, for one device: each runs checked calls as programs."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -84,11 +84,11 @@ class Backend:
         run_kernel(self.runtime, launch)
 
     def keeps_programs(self) -> bool:
-        """Whether calls run programs of earlier ones."""
+        """Whether calls reuse programs of earlier ones."""
         return keeps_programs()
 
     def make_chain(self, call: Any, grad: bool, own_mask: bool = False) -> Chain | None:
-        """The chain of such calls, with a backward or without; None where it takes the array library."""
+        """The chain of such calls, with or without a backward; None if it needs the array library."""
         try:
             return Chain(self.runtime, call, grad, own_mask)
         except NotBuildable:
@@ -96,9 +96,9 @@ class Backend:
 
     def build_program(self, function: Callable[..., Sequence[Any]], operands: Sequence[Operand | None]) -> (
             Program | None):
-        """The program of ``results = function(backend, *operands)``, whose addresses, and those of the results and the
-        workspace, ``launch`` takes; None where it takes the array library. Addresses are multiples of 16; operands
-        that are None are left out."""
+        """The program of ``results = function(backend, *operands)``; None if it needs the array library. ``launch``
+        takes the addresses of operands, results and workspace, all multiples of 16; operands that are None are left
+        out."""
         first = next(operand for operand in operands if operand is not None)
         build = builder(self.runtime, first.library.name, first.device)
         try:
@@ -109,13 +109,13 @@ class Backend:
 
     def launch(self, program: Program, addresses: list[int], stream: int,
                arrays: Callable[[], Sequence[Any]]) -> None:
-        """``arrays()``: what lies at the addresses, for who watches memory."""
+        """``arrays()``: the arrays at the addresses, for a runtime that watches memory."""
         program.run_at(addresses, stream)
 
 
 def _in_type_of(argument: Operand | None, gradient: Any) -> Any:
-    """The gradient of a parameter that was converted."""
+    """The gradient in the type of a parameter that was converted."""
     if argument is None or gradient is None:
         return gradient
-    with np.errstate(all="ignore"):  # beyond the range of a 16-bit type it is infinite
+    with np.errstate(all="ignore"):  # infinite beyond the range of a 16-bit type
         return argument.library.astype(gradient, argument.dtype)

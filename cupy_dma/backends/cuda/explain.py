@@ -1,4 +1,4 @@
-"""What a call launches, and why it does not take other kernels, without running it: ``info --explain SHAPE``."""
+"""Which kernels a call launches and why not others, without running it: ``info --explain SHAPE``."""
 from __future__ import annotations
 
 import ctypes
@@ -20,7 +20,7 @@ from cupy_dma.calls.run import attention_of
 from cupy_dma.calls.types import AttentionCall, DynamicCall, key_bias
 from cupy_dma.masks.selection import Candidates
 
-SMS = {"sm_80": 108, "sm_86": 84, "sm_89": 128, "sm_90a": 132, "sm_100": 148, "sm_120": 170}  # of the usual GPUs
+SMS = {"sm_80": 108, "sm_86": 84, "sm_89": 128, "sm_90a": 132, "sm_100": 148, "sm_120": 170}  # of the common GPUs
 _GPU = Device("cuda", 0)
 _SHOWN = ("keys", "heads", "block_m", "block_n", "block_q", "stages", "split", "ping_pong", "dquery", "rows", "warps",
           "tensor_cores", "dim_slices")  # fields of configurations
@@ -32,14 +32,14 @@ class Kernel(NamedTuple):
     shared_bytes: int
 
     def launch(self, grid: int, threads: int, params: bytes, stream: int, pdl: bool = True) -> None:
-        raise RuntimeError("kernels of a device that is only described cannot be launched")
+        raise RuntimeError("cannot launch kernels on a device that is only described")
 
 
 class DescribedDevice:
-    """A GPU as the backend sees it, which need not be there."""
+    """A GPU as the backend sees it; it need not exist."""
 
     def __init__(self, arch: str = "sm_90a", num_sms: int | None = None):
-        """``arch``: such as sm_90a. ``num_sms``: by default those of the usual GPU of this architecture."""
+        """``arch``: such as sm_90a. ``num_sms``: by default that of the common GPU of this architecture."""
         if arch not in SMS:
             raise ValueError(f"arch must be one of {', '.join(SMS)}, got {arch!r}")
         self.arch, self._num_sms = arch, num_sms or SMS[arch]
@@ -74,7 +74,7 @@ class DescribedDevice:
 
 
 class Shape(NamedTuple):
-    """A call of ``dynamic_mask_attention``, or without a window of causal ``attention``."""
+    """A call of ``dynamic_mask_attention``, or of causal ``attention`` if there is no window."""
 
     batch: int
     heads: int
@@ -136,7 +136,7 @@ def _operand(name: str, shape: tuple[int, ...], dtype: str) -> Operand:
 
 
 def explain(shape: str, device: Any = None) -> str:
-    """The launches of a call with this ``Shape``, the bytes that it needs, and why it takes no other kernels.
+    """The launches of a call with this ``Shape``, its workspace in bytes, and why it does not use other kernels.
 
     Parameters
     ----------

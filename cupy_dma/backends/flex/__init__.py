@@ -9,15 +9,15 @@ Limits of FlexAttention, or of this use of it:
 
 - Varlen calls are rejected; pack the sequences with a documents mask.
 - A NaN or infinity in a key or value that no query sees changes nothing, nor does one in a query with no visible keys.
-  But one that *some* queries see may also propagate to others of its batch entry and head, because FlexAttention
+  But one that *some* queries see may also propagate to other queries of its batch entry and head, because FlexAttention
   multiplies whole tiles, and 0 times NaN is NaN: from a value to ``out`` and ``dquery``, from a key to ``dquery`` (to
   ``out`` only where the key is visible), from a query to ``dkey``; ``dbias`` is affected by visible pairs only.
-- Logits overflow below some -2e38, for they are multiplied by ``log2(e)``: a row of which every visible key has such a
-  bias (the lowest number of float32 or bfloat16) has ``lse = -inf``, no gradient and, on CUDA, no defined output.
+- Logits overflow below about -2e38, because they are multiplied by ``log2(e)``: a row whose visible keys all have such
+  a bias (the lowest float32 or bfloat16) has ``lse = -inf``, no gradient and, on CUDA, undefined output.
 - Every new combination of shapes, types and options is compiled once on CUDA, which takes seconds.
 - ``deterministic=True`` with a bias that broadcasts materializes its gradient ``(B, H, Lq, Lk)`` in float32 before
   summing it; otherwise FlexAttention accumulates the bias gradient with atomic float32 additions.
-- Building the block mask reads a dense mask once more and takes ``Lq * Lk / 128`` bytes for an interval mask.
+- Building the block mask reads a dense mask once more; for an interval mask it takes ``Lq * Lk / 128`` bytes.
 
     problem.py            the call as tensors, what mask_mod and score_mod read, which blocks and keys are visible
     passes.py             forward and backward, compiled or not

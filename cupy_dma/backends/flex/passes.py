@@ -1,7 +1,7 @@
 """Attention by FlexAttention and its gradients by autograd (SPEC sections 5 and 6).
 
-Query, key and value are passed as (B, heads, L, D) views, after zeroing what must not contribute: keys and values that
-no query sees and, in the backward pass, rows of query, dout and dlse with no visible keys. On a CPU everything is
+Query, key and value are passed as (B, heads, L, D) views, after zeroing whatever must not contribute: keys and values
+that no query sees and, in the backward pass, rows of query, dout and dlse with no visible keys. On a CPU everything is
 computed in float32 (float64) and rounded once, because the unfused implementation would round intermediate results.
 
 A bias that needs a gradient is copied to float32: FlexAttention sums over the axes along which it broadcasts, and over
@@ -105,14 +105,14 @@ def _require_served(call: AttentionCall) -> None:
         raise NotImplementedError(f"backend='flex' cannot do this: {why}")
 
     if call.sequences is not None:
-        refuse("FlexAttention takes sequences of equal length, not varlen ones; use another backend, or one sequence "
+        refuse("FlexAttention needs sequences of equal length, not varlen ones; use another backend, or one sequence "
                "with IntervalMask.documents")
     if call.query.device.kind == "cuda" and call.query.dtype == "float64":
-        refuse("FlexAttention's kernels do not take float64; use backend='numpy' or float32")
+        refuse("FlexAttention's kernels do not support float64; use backend='numpy' or float32")
 
 
 def _plain_dispatch() -> Any:
-    """Enable autograd and vmap, which FlexAttention uses and the dispatcher disables below an operator; disable
+    """Enable autograd and vmap, which FlexAttention uses but the dispatcher disables below an operator; disable
     autocast."""
     autocast = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
         torch._C.DispatchKey.AutocastCUDA)
@@ -132,7 +132,7 @@ class _Prepared:
         self.inputs = query, key, value
         if self.is_empty:
             return
-        if call.bias is not None:  # zeros for keys that a bias of -inf hides from all queries, whatever they hold
+        if call.bias is not None:  # zero keys that a bias of -inf hides from all queries, whatever they contain
             hidden = (shaped(call.bias) == -math.inf).all(2)  # (1|B, 1|Hkv|H, 1|Lk)
             if call.bias_delay:
                 hidden = hidden & (torch.arange(call.key_length, device=query.device)
@@ -158,8 +158,8 @@ class _Prepared:
         return self.device.type == "cuda"
 
     def captured(self, every_pair: bool = False) -> Captured | None:
-        """The bias as the kernel indexes it; 16-bit ones are not converted. ``every_pair``: expanded along all axes, so
-        that its gradient is not reduced by the kernel but afterwards, in a fixed order."""
+        """The bias as the kernel indexes it; 16-bit biases stay 16-bit. ``every_pair``: expanded along all axes, so
+        that its gradient is reduced not by the kernel but afterwards, in a fixed order."""
         call = self.call
         if call.bias is None:
             return None
@@ -183,8 +183,8 @@ class _Prepared:
 
     def _unfused(self, query: Tensor, key: Tensor, value: Tensor, modified: Callable[..., Tensor],
                  extra: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """FlexAttention's unfused implementation: the operator below the public function, which rejects gradients on a
-        CPU."""
+        """FlexAttention's unfused implementation, as the operator below the public function, which rejects gradients on
+        a CPU."""
         from torch._higher_order_ops.flex_attention import flex_attention
 
         blocks = self.blocks or self.problem.block_mask(*self.problem.survey()[:2], self.visible)
@@ -211,8 +211,8 @@ class _Prepared:
 
     def _options(self, query: Tensor, added: Captured | None) -> dict[str, Any]:
         """Kernel options for forward and backward. FlexAttention chooses blocks that fit into shared memory with three
-        pipeline stages of keys and values. It does not count what mask_mod and score_mod load: from an array of pairs a
-        whole block per stage, which is prefetched too. Long float32 rows leave hardly any room either. In both cases,
+        pipeline stages of keys and values, but does not count the loads of mask_mod and score_mod: from an array of
+        pairs a whole block per stage, also prefetched. Long float32 rows leave hardly any room either. In both cases,
         use a single stage."""
         pairs = any({2, 3} <= {*captured.axes} for captured in (*self.problem.captured(), *([added] if added else [])))
         options: dict[str, Any] = {"FORCE_USE_FLEX_ATTENTION": True}  # the decoding kernel supports fewer masks
@@ -240,7 +240,7 @@ def _modified(added: Captured | None, call: AttentionCall, wide: torch.dtype) ->
 def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, modified: Any, block_mask: Any,
             scale: float, gqa: bool, options: Any) -> tuple[Tensor, Tensor]:
     def score_mod(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return modified(s, b, h, i, j, bias)  # bias is an argument of the compiled function: only those get gradients
+        return modified(s, b, h, i, j, bias)  # an argument of the compiled function: only arguments get gradients
 
     if hasattr(flex, "AuxRequest"):
         out, aux = flex.flex_attention(query, key, value, score_mod, block_mask, scale, gqa,

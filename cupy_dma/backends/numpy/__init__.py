@@ -5,8 +5,8 @@ visible pairs: attention loops over tiles of consecutive queries, gathers only t
 sees, and processes long key lists in chunks. No ``Lq x Lk`` array is ever allocated for interval masks, and dense masks
 and biases are read in slices. Every sum has a fixed order, so results are bitwise reproducible.
 
-Every product is that of one tile, too small to share: BLAS has one thread meanwhile, and the user's number afterwards.
-Of long sequences as many threads as BLAS may have take batch entries and kv heads, each by itself, with the same bits.
+A product of one tile is too small to share, so BLAS uses one thread meanwhile; the user's number is restored. For long
+sequences, threads (as many as BLAS may have) each compute some batch entries and kv heads, with the same bits.
 
 Invisible keys never contribute: the logit of an invisible key is replaced by -inf, and non-finite rows are added only
 to queries that see them (in a matrix product even a weight of 0 would propagate a NaN).

@@ -56,7 +56,7 @@ class _Accumulators:
         call, kind, found, b = self.call.forward, self.kind, self.found, row.batch
         here, there = (b, slice(tile.begin, tile.end), row.heads), (b, row.heads, slice(tile.begin, tile.end))
         lse = self.lse[there]
-        alive = (lse != -np.inf)[..., None]  # a row with no visible keys contributes nothing, whatever it contains
+        alive = (lse != -np.inf)[..., None]  # a row with no visible keys contributes nothing, even if it holds NaN
         q, do, out = (x[here].swapaxes(0, 1).astype(kind, order="C")
                       for x in (self.query, self.dout, self.out))
         shift = lse[..., None].astype(kind)
@@ -71,7 +71,7 @@ class _Accumulators:
         dq = np.zeros(q.shape, kind)
         nonfinite_q, nonfinite_do = (nonfinite_rows(x).reshape(-1) for x in (q, do))
         q, do = with_columns(q, 1, -shift[..., 0]), with_columns(do, -delta[..., 0])
-        bias_of_keys = "bias" in found and row.bias is None  # summed in the product that makes the gradient of keys
+        bias_of_keys = "bias" in found and row.bias is None  # summed by the product that computes the keys' gradient
         for keys, full in chunks(tile):
             s, visible, tanh = logits(q, row, tile, keys, full, call.softcap, for_p)
             p = np.exp(s, out=s)

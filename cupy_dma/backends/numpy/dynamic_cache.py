@@ -13,7 +13,7 @@ from cupy_dma.cache.state import CacheState, ExtendCall
 from cupy_dma.calls.head_dims import widened
 from cupy_dma.calls.types import AttentionCall, key_bias
 
-COUNTED = ("scores", "positions", "in_top", "lengths")  # of the arrays of a state: those that are small
+COUNTED = ("scores", "positions", "in_top", "lengths")  # the small arrays of a state
 
 
 def cache_extend(state: CacheState, call: ExtendCall) -> tuple[Any, Any]:
@@ -25,8 +25,8 @@ def cache_extend(state: CacheState, call: ExtendCall) -> tuple[Any, Any]:
 
 
 def _step(state: CacheState, call: ExtendCall) -> tuple[Any, Any]:
-    """One token per sequence: it takes a free slot, or that of the key that it evicts, or none."""
-    slots = _occupied(state) + 2  # that of the token, and that of the next
+    """One token per sequence: it takes a free slot, the slot of the key it evicts, or none."""
+    slots = _occupied(state) + 2  # one for the token and one for the next
     held = _first_slots(state, slots)
     after, library, xp, position = copied(held, COUNTED), state.library, state.library.xp, state.lengths.array + 0
     batch, head = index(state, state.batch)[:, None], index(state, state.kv_heads)
@@ -65,7 +65,7 @@ def _step(state: CacheState, call: ExtendCall) -> tuple[Any, Any]:
 
 
 def _occupied(state: CacheState) -> int:
-    """How many slots of each head may be occupied, the first ones; found once, and counted from then on."""
+    """Upper bound on the occupied slots of any head, which are the first ones; found once and then counted."""
     if OCCUPIED not in state.workspace:
         library = state.library
         used = library.to_numpy((state.positions.array >= 0).any(0)).any(0)  # (R,)
@@ -74,7 +74,7 @@ def _occupied(state: CacheState) -> int:
 
 
 def _first_slots(state: CacheState, n: int) -> CacheState:
-    """Views of the first ``n`` slots: what a step costs depends on how many keys are held, not on the window."""
+    """Views of the first ``n`` slots: the cost of a step depends on the number of kept keys, not on the window."""
     if n >= state.rows:
         return state
     return state.having({name: state.library.operand(getattr(state, name).array[:, :, :n], name)
@@ -83,7 +83,7 @@ def _first_slots(state: CacheState, n: int) -> CacheState:
 
 def _attend(held: CacheState, after: CacheState, call: ExtendCall, seen: Any, position: Any) -> tuple[Any, Any]:
     """Attention over the slots that are ``seen (B, Hkv, n)`` by tokens at ``position (B,)``. If key and value differ in
-    width, zero columns even them out."""
+    width, the narrower gets zero columns."""
     library, size = held.library, max(held.head_dim, held.value_dim)
     assert call.query is not None
     key, value = (widened(library.operand(x.array.swapaxes(1, 2), x.name), size) for x in (held.key, held.value))

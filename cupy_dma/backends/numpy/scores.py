@@ -4,8 +4,8 @@
     dstate = dscore * score, or dscore      ddt = dstate * A * sigmoid(dt)
     dA = sum dstate * softplus(dt)      ddt_bias = sum ddt      ddt_proj = ddt^T @ value      dvalue = ddt @ dt_proj
 
-The products of scores are summed in float64 and then rounded: BLAS orders a sum by the shapes of the call, and equal
-values must get equal scores in a long call and in one of a single key, or ties break differently in decoding.
+The products of scores are summed in float64 and then rounded. BLAS orders a sum by the shapes of the call, but equal
+values must get equal scores in a long call and in a call of a single key, or ties break differently in decoding.
 """
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def key_scores_backward(dscores: Operand, value: Operand, dt_proj: Operand, A: O
                 dt = rows @ projection.T + offset
                 softplus = np.logaddexp(0, dt).astype(kind)
                 dscore = upstream[b, :, span].T  # (keys, Hkv)
-                used = dscore != 0  # a key that no query sees may hold NaN, and then so does its score
+                used = dscore != 0  # a key that no query sees may hold NaN, as may its score
                 dstate = np.where(used, dscore * np.exp(a * softplus) if form == "exp" else dscore, kind.type(0))
                 ddt = np.where(used, dstate * a / (1 + np.exp(-dt)), kind.type(0))
                 da += np.where(used, dstate * softplus, kind.type(0)).sum(axis=0)

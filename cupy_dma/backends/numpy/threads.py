@@ -1,11 +1,11 @@
-"""One BLAS thread while small products are computed, and threads of our own for long sequences.
+"""One BLAS thread for small products, and threads of our own for long sequences.
 
-A product of a tile takes well under a millisecond. Spread over a pool of threads it ends when the last of them has been
-scheduled, and on a busy machine that takes far longer than the product. A call sets and lifts the limit once, which
-costs 10 us or more; to find it set costs 2 us.
+The product of a tile takes well under a millisecond. Spread over a pool of threads it ends when the last of them has
+been scheduled, which on a busy machine takes far longer than the product. A call sets and lifts the limit once, at a
+cost of 10 us or more; finding it already set costs 2 us.
 
-Where tiles are large, NumPy's operations are long enough for threads to work side by side, each on other kv heads; the
-time of short sequences is that of waiting for the interpreter's lock, which threads only add to (docs/lab/numpy.md).
+If tiles are large, NumPy's operations are long enough for threads to work side by side, on different kv heads. The time
+of short sequences goes into waiting for the interpreter's lock, and threads only add to that (docs/lab/numpy.md).
 """
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ import numpy as np
 from threadpoolctl import ThreadpoolController
 
 Item = TypeVar("Item")
-LONG = 4096  # queries from which on threads pay
+LONG = 4096  # queries from which threads pay
 _lock = Lock()
-if hasattr(os, "register_at_fork"):  # a process forked while another thread held it would wait for that thread for ever
+if hasattr(os, "register_at_fork"):  # a child forked while another thread held the lock would wait for ever
     os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
 def parallel_for(work: Callable[[Sequence[Item]], Any], items: Sequence[Item], queries: int,
                  alone: bool = False) -> None:
-    """``work`` on all items, each of which takes so many queries: as many shares at a time as BLAS may have threads if
-    sequences are long, without NumPy's warnings. ``alone``: one after the other."""
+    """``work`` on all items, each with this many queries. If sequences are long, as many run at a time as BLAS may have
+    threads, without NumPy's warnings. ``alone``: one after the other."""
     with one_blas_thread() as threads:
         count = 1 if alone or queries < LONG else min(threads, len(items))
 
@@ -48,13 +48,13 @@ def parallel_for(work: Callable[[Sequence[Item]], Any], items: Sequence[Item], q
 
 @contextmanager
 def one_blas_thread() -> Iterator[int]:
-    """Let BLAS use one thread inside the ``with`` block, and as many as before after it, also after an exception. Gives
-    how many those are.
+    """Limit BLAS to one thread inside the ``with`` block and restore the previous number after it, even after an
+    exception. Yields that number.
 
-    Some libraries have one number for the whole process (the OpenBLAS of NumPy's wheels does). Then other threads run
-    their products with one thread meanwhile, and only the caller that lowered the number puts it back: one that takes
-    the limit of a concurrent call for the user's would restore it after that call has ended. Nor must it find the
-    numbers of some libraries put back and of others not.
+    Some libraries have one number for the whole process (the OpenBLAS of NumPy's wheels does). Other threads' products
+    then run with one thread meanwhile, and only the caller that lowered the number restores it: a caller that mistook
+    the limit of a concurrent call for the user's number would restore the limit after that call has ended. Nor must a
+    caller find the numbers of some libraries restored and of others not.
     """
     blas = _blas()
     with _lock:

@@ -17,8 +17,8 @@ from cupy_dma.calls.types import AttentionCall
 from cupy_dma.masks.interval import EVER
 
 KEY_CHUNK = 2048  # keys per matrix product
-FEW_KEYS = 64  # no products of their own for fewer keys that all queries of a tile see
-TILE_ROWS = 512  # about as many (query, head) rows per matrix product
+FEW_KEYS = 64  # fewer keys seen by all queries of a tile get no products of their own
+TILE_ROWS = 512  # approximate (query, head) rows per matrix product
 
 
 class Tile(NamedTuple):
@@ -34,16 +34,15 @@ class Tile(NamedTuple):
 class Keys(NamedTuple):
     """Keys and values of one (batch, kv head) in the compute type, and which rows contain a NaN or infinity.
 
-    Columns behind them make sums part of the products: the logits of ``with_columns(q, 1, -shift)`` with ``k`` have
-    the bias of each key added and the shift of each query subtracted, and the last column of ``p @ v`` is the sum of
-    ``p``.
+    Extra columns make sums part of the products: the logits of ``with_columns(q, 1, -shift)`` with ``k`` include the
+    bias of each key and subtract the shift of each query, and the last column of ``p @ v`` is the sum of ``p``.
     """
 
-    k: np.ndarray  # (Lk, D + 2): keys, their bias (0 with a softcap or a delay, or if it is none of keys), 1
+    k: np.ndarray  # (Lk, D + 2): keys, their bias (0 with a softcap or a delay, or if it is not a key bias), 1
     v: np.ndarray  # (Lk, D + 1): values, 1
     nonfinite_k: np.ndarray  # bool (Lk,), of the keys themselves
     nonfinite_v: np.ndarray
-    hidden: np.ndarray | None  # bool (Lk,): the bias among the columns is -inf; None: of no key
+    hidden: np.ndarray | None  # bool (Lk,): where the key bias among the columns is -inf; None: nowhere
 
 
 class Row(NamedTuple):
@@ -58,13 +57,13 @@ class Row(NamedTuple):
     tiles: Iterator[Tile]
 
     def far(self, tile: Tile, keys: np.ndarray) -> np.ndarray | None:
-        """To which pairs the bias is added, bool ``(queries, keys)``; None: to all."""
+        """The pairs to which the bias is added, bool ``(queries, keys)``; None: all."""
         return None if self.lag is None else np.arange(tile.begin, tile.end)[:, None] - keys >= self.lag
 
 
 def for_each_tile(call: AttentionCall, work: Callable[[Row, Tile, Scratch, Scratch], Any], alone: bool = False) -> None:
-    """``work`` on all tiles of a call, with memory for two products; of long sequences by threads, each on other
-    batch entries and kv heads, unless these share what is added up (``alone``). Without NumPy's warnings."""
+    """``work`` on all tiles of a call, with memory for two products, without NumPy's warnings. Long sequences use
+    threads, each on other batch entries and kv heads, unless these share an accumulator (``alone``)."""
     def share(pairs: Sequence[tuple[int, int]]) -> None:
         scratch = Scratch(), Scratch()
         for row in _rows(call, pairs):
@@ -126,8 +125,8 @@ def _row(array: np.ndarray, b: int, h: int, call: AttentionCall) -> np.ndarray:
 class Scratch:
     """Memory for one product after the other, as large as the largest.
 
-    Arrays of this size, made anew, are given back to the system and mapped again page by page, which takes up to half
-    the time of a backward pass.
+    Newly allocated arrays of this size would be returned to the system and mapped again page by page, which takes up to
+    half the time of a backward pass.
     """
 
     def __init__(self) -> None:
@@ -144,10 +143,10 @@ class Scratch:
 
 def logits(q: np.ndarray, row: Row, tile: Tile, keys: np.ndarray, full: bool, softcap: float,
            scratch: Scratch) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
-    """Logits of these keys and the scaled queries ``q (heads, queries, D + 2)``, behind which stand 1 and what is added
-    to the query's logits; anything where a query does not see a key.
+    """Logits of these keys and the scaled queries ``q (heads, queries, D + 2)``, which end with 1 and the number to be
+    added to the query's logits; undefined where a query does not see a key.
 
-    Also which pairs are visible, bool ``(queries, keys)``, None if all are (``full``); and ``tanh(x / softcap)``, None
+    Also the visible pairs, bool ``(queries, keys)``, None if all are (``full``); and ``tanh(x / softcap)``, None
     without softcap. The next call with the same ``scratch`` overwrites the logits.
     """
     kind, k, tanh = q.dtype.type, row.keys.k[keys], None
@@ -174,13 +173,13 @@ def logits(q: np.ndarray, row: Row, tile: Tile, keys: np.ndarray, full: bool, so
 
 
 def hide(x: np.ndarray, visible: np.ndarray, instead: float = 0.0) -> None:
-    """Overwrite ``x (heads, queries, keys)`` where ``visible``, which broadcasts to it, is False; a NaN, too.
+    """Overwrite ``x (heads, queries, keys)``, even NaNs, where ``visible``, which broadcasts to it, is False.
 
-    By the bits of the numbers, which are vector instructions: with a mask as irregular as that of the best keys
-    np.where takes four times as long as the product that ``x`` comes from.
+    Masks the bits of the numbers, which uses vector instructions: with an irregular mask, as of the best keys, np.where
+    takes four times as long as the product that ``x`` comes from.
     """
     bits = x.view(f"i{x.itemsize}")
-    kept = -visible.astype(bits.dtype)  # all bits or none
+    kept = -visible.astype(bits.dtype)  # all bits set or none
     bits &= kept
     if instead:
         bits |= ~kept & x.dtype.type(instead).view(bits.dtype)

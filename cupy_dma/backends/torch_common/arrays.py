@@ -31,7 +31,7 @@ def on_stream_of(operand: Operand) -> Iterator[None]:
 
 
 def _stream(handle: int, index: int) -> torch.cuda.Stream:
-    """A raw stream as a torch stream. The legacy default stream is 0, or 1 as ``cudaStreamLegacy``; given 0,
+    """A raw stream as a torch stream. The legacy default stream is 0, or 1 as ``cudaStreamLegacy``; for 0
     ExternalStream would create a new stream, unordered with CuPy's work."""
     return torch.cuda.default_stream(index) if handle in (0, 1) else torch.cuda.ExternalStream(handle, index)
 
@@ -57,7 +57,7 @@ def as_tensor(array: Any, like: Operand) -> torch.Tensor:
         if not array.flags.writeable:  # torch has no read-only tensors, and warns
             array = array.copy()
         return library_named("torch").from_numpy(array, CPU)
-    raw = {"bfloat16": "int16", "bool": "uint8"}.get(array.dtype.name)  # types that not every DLPack supports
+    raw = {"bfloat16": "int16", "bool": "uint8"}.get(array.dtype.name)  # some DLPack versions lack these types
     if raw is None:
         return torch.from_dlpack(array)
     return torch.from_dlpack(array.view(raw)).view(getattr(torch, array.dtype.name))

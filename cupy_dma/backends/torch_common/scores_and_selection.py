@@ -69,7 +69,7 @@ def key_scores_backward(dscores: Operand, value: Operand, dt_proj: Operand, A: O
             dt = rows @ projection.T + offset
             softplus = _softplus(dt)
             dscore = upstream[b, :, span].T.double()  # (keys, Hkv)
-            used = dscore != 0  # a key that no query sees may hold NaN, and then so does its score
+            used = dscore != 0  # a key that no query sees may hold NaN, as may its score
             dstate = torch.where(used, dscore * (a * softplus).exp() if form == "exp" else dscore, 0.0)
             ddt = torch.where(used, dstate * a * torch.sigmoid(dt), 0.0)
             da += torch.where(used, dstate * softplus, 0.0).sum(0)

@@ -13,8 +13,8 @@ from cupy_dma.calls.sinks import of_rows, row_products, shares, summed
 class AddSinks(torch.autograd.Function):
     """``out (..., Lq, H, Dv)`` and ``lse (..., H, Lq)`` with sinks, from those without.
 
-    ``keys`` and ``sink`` are the shares of the keys and of the sink in the probability of each row, ``ds`` the gradient
-    of the sink's logit in each row."""
+    ``keys`` and ``sink`` are the shares of the keys and of the sink in each row's probability, ``ds`` the gradient of
+    the sink's logit in each row."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, lse: Tensor, sink_logits: Tensor) -> tuple[Tensor, Tensor]:

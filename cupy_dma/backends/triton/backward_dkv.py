@@ -62,7 +62,7 @@ def _add_queries(dk, dv, db, k, v, start, stop, wanted, key, at, b, head, query_
     rows = i < query_length
     position = i + key_length - query_length
     row_lse = tl.load(lse_base + i, mask=rows, other=-INF)
-    alive = row_lse != -INF  # a row with no visible keys contributes nothing, whatever it contains
+    alive = row_lse != -INF  # a row with no visible keys contributes nothing, even if it holds NaN
     visible = (start[:, None] <= position[None, :]) & (position[None, :] < stop[:, None]) & alive[None, :]
     if DENSE:
         seen = tl.load(dense_base + key.to(tl.int64)[:, None] * dense_key + i.to(tl.int64)[None, :] * dense_row,
@@ -123,7 +123,7 @@ def backward_dkv(query, key, value, dout, lse, delta, dkey, dvalue, dbias, nonfi
         if tl.load(nonfinite_seen + program) == 0:
             return
     rows_of_keys = tl.num_programs(0) // blocks
-    row = program % rows_of_keys  # so that the longest runs of every kv head come first
+    row = program % rows_of_keys  # the longest runs of every kv head come first
     kv_head = row % kv_heads
     b = (row // kv_heads).to(tl.int64)
     group_size = heads // kv_heads

@@ -3,8 +3,8 @@
 A tile has BLOCK_M rows: BLOCK_M / HEADS consecutive queries times HEADS heads of one GQA group, which share every
 gathered key; row r is query r // HEADS, head r % HEADS. Query i stands at position i + Lk - Lq.
 
-Logits are base 2 without a bias, which saves a product for each pair, and natural with one: a bias may be as low as its
-type has it, and times log2(e) it would be -inf, which hides a key.
+Without a bias logits are base 2, which saves a product per pair; with one they are natural: a bias may be the lowest
+number of its type, and times log2(e) it would be -inf, which hides a key.
 
 Keys are processed in blocks of BLOCK_N. LISTED: they come from the tile's own list, full keys (visible to the whole
 tile) from the front, partial ones from the back. Otherwise they come in their own order. A pair is visible where start
@@ -18,7 +18,7 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.4426950408889634)
 LARGEST = tl.constexpr(3.402823466e38)
 LN_2 = tl.constexpr(0.6931471805599453)
-# Arguments on whose values kernels are not specialized, as nothing is gained by it.
+# Arguments that kernels are not specialized on: nothing is gained by it.
 PLAIN = ["heads", "kv_heads", "query_length", "key_length", "tiles", "blocks", "capacity", "mask_batch", "mask_head",
          "mask_share", "dense_share", "bias_share", "bias_heads", "sharing_batches", "sharing_heads", "delay"]
 EVER = tl.constexpr(-(2**31))
@@ -156,14 +156,14 @@ def logits(qk, added, scale, softcap, SOFTCAP: tl.constexpr, BIAS: tl.constexpr)
 
 @triton.jit
 def exponential(x, BIAS: tl.constexpr):
-    """Of a difference of logits."""
+    """exp of a difference of logits."""
     return tl.exp2(x * LOG2_E if BIAS != 0 else x)
 
 
 @triton.jit
 def as_logit(lse, BIAS: tl.constexpr):
-    """lse to be subtracted from logits. Far from 0 the roundings of both are whole exponents, and p could be infinite:
-    there it is raised by more than these, and p vanishes."""
+    """The lse to subtract from logits. Far from 0 rounding errors reach whole exponents, and p could be infinite: there
+    lse is raised by more than these errors, and p vanishes."""
     raised = tl.where((tl.abs(lse) > 4194304.0) & (tl.abs(lse) < INF), lse + 3.8e-6 * tl.abs(lse), lse)
     return raised if BIAS != 0 else raised * LOG2_E
 
@@ -182,7 +182,7 @@ def finite_only(rows):
 def nonfinite_part(weights, visible, rows):
     """The contribution of the non-finite numbers in ``rows`` to ``weights @ rows`` over visible pairs: 0, inf or NaN.
 
-    In an MMA a weight of 0 would still propagate a NaN to rows that do not see it, so the MMA takes
+    In an MMA even a weight of 0 would propagate a NaN to rows that do not see it, so the MMA takes
     ``finite_only(rows)`` and this is added. It counts with MMAs of 0 and 1, exact in every type. This path is rare.
     """
     x = rows.to(tl.float32)

@@ -110,8 +110,8 @@ def create_mask(attention_bias: Any, attention_mask: Any, batch_size: int, query
     ----------
     attention_bias : float array ``(1|B, 1|Hkv|H, 1|Lq, Lk)`` or ``(1|B, 1|Hkv|H, Lk)``
     attention_mask : bool array, or None
-        Of such a shape; or a padding mask ``(B, Lk)`` or ``(B, Lq)``, True = a real key, where the latter covers only
-        the newest keys and all earlier ones are real.
+        Of such a shape; or a padding mask ``(B, Lk)`` or ``(B, Lq)``, True = a real key. ``(B, Lq)`` covers only the
+        newest keys; all earlier ones are real.
     batch_size, query_len, key_len
         ``B``, ``Lq``, ``Lk``.
     window_size, min_dtype, block_size

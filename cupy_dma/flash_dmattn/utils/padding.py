@@ -72,7 +72,7 @@ def upad_input(query_layer: Any, key_layer: Any, value_layer: Any, attention_mas
     """The real tokens of a padded query, key and value, ``(B, L, heads, D)`` each.
 
     ``attention_mask`` covers the keys; keys past its length are dropped. The queries are the newest tokens: all of
-    them, or one per sequence, or the last ``query_length``, for which the mask says which are real.
+    them, one per sequence, or the last ``query_length``, of which the mask says which are real.
 
     Returns
     -------

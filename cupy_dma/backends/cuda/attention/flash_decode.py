@@ -1,4 +1,4 @@
-"""Attention of few queries, where tiles of queries would leave most of a GPU idle: split-KV.
+"""Split-KV attention of few queries, whose tiles alone would leave most of a GPU idle.
 
 The keys are split among blocks, and the last block combines the results (``kernels/decode/flash_decode.cu``).
 """
@@ -19,13 +19,13 @@ from cupy_dma.backends.cuda.select.last_queries import KeyList
 from cupy_dma.calls.types import AttentionCall
 
 NAME = "few queries"
-MAX_ROWS, TILE_ROWS = 64, 16  # queries times heads of a GQA group: that are served, and that read keys together
+MAX_ROWS, TILE_ROWS = 64, 16  # queries times heads of a GQA group: at most, and per block
 MIN_KEYS = 512  # below this a tile is as fast
-# Without a mask, from so many keys on, more rows are served: one row of all GQA groups for each 1024 keys and SM, up to
-# MANY_ROWS.
+# Without a mask, calls of at least MANY_KEYS keys may have more rows: one row of all GQA groups per 1024 keys and SM,
+# up to MANY_ROWS.
 MANY_KEYS, MANY_ROWS = 4096, 8
-# With intervals, on an H200, in us: to look at a key for a tile of rows, and to attend to a visible one; to list keys
-# for the Hopper kernel, which then attends to each once: in any case, for each visible key and for each key.
+# With intervals, on an H200, in us: to test a key for a tile of rows, and to attend to a visible one; to list keys
+# for the Hopper kernel, which then attends to each once: fixed, per visible key and per key.
 LOOK, SEE = 5.5e-5, 1.5e-4
 LIST, LIST_SEEN, LIST_KEY = 12.0, 5.5e-3, 5e-6
 
@@ -45,7 +45,7 @@ class FlashDecodeConfig(SplitConfig):
 
 
 def reasons(build: Builder, call: AttentionCall, problem: Problem) -> list[str]:
-    """Why this kernel does not take the call; none: it can, and is faster than the others."""
+    """Why not to use this kernel for the call; empty if it can run it and is faster than the others."""
     wanted, equal_dims = build.overrides.decode, call.value_dim == call.head_dim
     if wanted is False and equal_dims:
         return ["Overrides.decode is False"]
@@ -59,14 +59,14 @@ def reasons(build: Builder, call: AttentionCall, problem: Problem) -> list[str]:
 
 
 def takes_value_dim(runtime: Runtime, call: Any) -> bool:
-    """Whether a call whose values have another head dim than its keys comes here: the other kernels need them equal."""
+    """Whether a call with ``Dv != D`` comes here: the other kernels need equal head dims."""
     if not isinstance(call, AttentionCall) or 0 in call.query.shape or call.query.dtype not in ELEMENTS:
         return False
     return can_serve(runtime, call.query.device.index, call, Problem(call))
 
 
 def can_serve(runtime: Runtime, index: int, call: AttentionCall, problem: Problem) -> bool:
-    """Whether this kernel can take the call, and tiles of queries would not fill the GPU."""
+    """Whether this kernel can run the call and tiles of queries would not fill the GPU."""
     return not _cannot(call, problem) and _pays(runtime, index, call)
 
 
@@ -88,10 +88,10 @@ def _pays(runtime: Runtime, index: int, call: AttentionCall) -> bool:
 
 
 def _tiles_pay(call: AttentionCall, problem: Problem) -> bool:
-    """Whether the Hopper kernel takes less time. It does where more than half a tile of rows sees all keys and its own
-    tiles, split along the keys, read them no more often; and where so many keys are to be looked at that key lists pay,
-    made for this call alone: for keys that scores have scattered, for which kv heads have intervals of their own. Of
-    consecutive keys, blocks that no query sees are skipped."""
+    """Whether the Hopper kernel is faster. It is if more than half a tile of rows sees all keys and its own tiles,
+    split along the keys, read them no more often; or if so many keys must be tested that making key lists for this call
+    alone pays: for keys scattered by scores, where kv heads have their own intervals. Of consecutive keys, blocks that
+    no query sees are skipped anyway."""
     group, groups, row_bytes = call.heads // call.kv_heads, call.batch * call.kv_heads, call.head_dim * problem.size
     rows = call.query_length * group
     tiles = sets_of(rows, row_bytes)
@@ -106,7 +106,7 @@ def _tiles_pay(call: AttentionCall, problem: Problem) -> bool:
 
 def attention(build: Builder, call: AttentionCall, problem: Problem, out: Array, lse: Array,
               listed: KeyList | None = None) -> None:
-    """Writes ``out`` and ``lse`` of a call that ``serves``. ``listed``: in place of the mask."""
+    """Launches a call that ``serves``; writes ``out`` and ``lse``. ``listed``: key lists in place of the mask."""
     batch, length, heads, head_dim = call.query.shape
     value_dim, kv_heads = call.value_dim, call.kv_heads
     row_bytes = max(head_dim, value_dim) * problem.size
@@ -148,7 +148,7 @@ def _step(operand: Operand, axis: int) -> int:
 
 
 def sets_of(rows: int, row_bytes: int) -> int:
-    """Tiles that ``rows`` query rows of a kv head are cut into, for rows of keys of ``row_bytes`` bytes."""
+    """Tiles per kv head for ``rows`` query rows and keys of ``row_bytes`` bytes."""
     return blocks(rows, _rows_together(row_bytes))
 
 

@@ -48,8 +48,8 @@ def attention(build: Builder, call: AttentionCall) -> tuple[Array, Array]:
 @functools.lru_cache(maxsize=4096)
 def _tiling(limit: int, num_sms: int, head_dim: int, tile_heads: int, query_length: int, rows: int, size: int,
             dense_bias: str | None, sequences: int) -> tuple[Tile, int, int]:
-    """Tile shape, tiles per set of heads, and blocks in all, for ``rows`` = batch times heads, elements of ``size``
-    bytes, the kernels' type of a dense bias, and the number of packed ``sequences`` (0: none)."""
+    """Tile shape, tiles per set of heads, and the total number of blocks, for ``rows`` = batch times heads, elements of
+    ``size`` bytes, the kernels' type of a dense bias, and the number of packed ``sequences`` (0: none)."""
     def cover(tile: Tile) -> tuple[Tile, int, int]:
         tiles = tile_count(query_length, tile.block_m // tile_heads, sequences)
         return tile, tiles, tiles * (rows // tile_heads)

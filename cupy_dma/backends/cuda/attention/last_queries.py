@@ -1,6 +1,6 @@
 """Dynamic mask attention of the last few queries of a long history (SPEC sections 3 and 5).
 
-Which keys they see is found from the scores alone (``select/last_queries.py``), without a mask over the history.
+``select/last_queries.py`` finds their keys from the scores alone, without a mask over the history.
 """
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from cupy_dma.calls.types import AttentionCall, DynamicCall, key_bias, with_mask
 
 def attend_last(run: Callable[..., Any], runtime: Runtime, call: DynamicCall,
                 scores: Operand) -> tuple[Any, Any] | None:
-    """``out`` and ``lse`` of a dynamic call with these scores; None for a call that is better served by a mask.
-    ``run`` runs a program."""
+    """``out`` and ``lse`` of a dynamic call with these scores; None if a mask is faster. ``run`` runs a program."""
     attention = call.attention
     queries, keys = attention.query_length, attention.key_length
     rows = queries * (attention.heads // attention.kv_heads)

@@ -1,4 +1,4 @@
-"""An attention call as the kernels need it: shared by the forward and the backward pass."""
+"""An attention call in the kernels' terms, shared by the forward and the backward pass."""
 from __future__ import annotations
 
 import dataclasses
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 class Problem:
-    """A checked call that this backend serves, with a bias as ``with_known_bias`` gives it; raises for others.
+    """A checked call that this backend supports, with a bias from ``with_known_bias``; raises for others.
 
-    ``mask`` is None where the kernels need no intervals: no mask, or plain causality, which ``causal`` then states.
-    ``causal`` is False where the mask itself hides keys from positions before their own. With a ``dense`` mask the bits
-    that ``pack_mask`` makes of it hold the interval mask and causality too: kernels see neither (``tests_causality``,
+    ``mask`` is None if the kernels need no intervals: no mask, or plain causality, which ``causal`` then states.
+    ``causal`` is False if the mask itself hides keys from positions before their own. With a ``dense`` mask the bits
+    from ``pack_mask`` include the interval mask and causality, so kernels get neither (``tests_causality``,
     ``tests_intervals``).
     """
 
@@ -39,7 +39,7 @@ class Problem:
         self.bias = call.bias
         self.bias_kind = BIAS_NONE if call.bias is None else BIAS_OF_KEYS if call.bias.shape[2] == 1 else BIAS_DENSE
         self.bias_element = ELEMENTS[self.bias.dtype] if self.bias is not None else "float"
-        #: whether the bias of keys has a delay
+        #: whether the key bias has a delay
         self.delay = call.bias_delay > 0 and self.bias_kind == BIAS_OF_KEYS
         self.mask: IntervalMask | None = mask
         self.causal = call.causal
@@ -50,7 +50,7 @@ class Problem:
                 self.mask, self.causal = None, True
             elif mask._starts == "key":
                 self.causal = False
-        #: dense mask, and what else it is to be packed with
+        #: dense mask, and what is packed into its bits besides
         self.dense = call.dense
         self.packed: PackedMask | None = None
         self.bits = call.dense is not None
@@ -59,7 +59,7 @@ class Problem:
             rows = mask_rows(call.dense, self.mask)
         heads, kv_heads = query.shape[2], key.shape[2]
         shared = (1, kv_heads)
-        #: whether query heads of one group have masks or biases of their own
+        #: whether query heads of one group have their own masks or biases
         self.by_head = (rows is not None and rows[1] not in shared) or (
             self.bias is not None and self.bias.shape[1] not in shared)
         self.tile_heads = 1 if self.by_head else heads_per_tile(heads // kv_heads, self.bits)
@@ -105,12 +105,12 @@ class Problem:
 
     @property
     def tests_causality(self) -> bool:
-        """Whether kernels compare positions of queries and keys: not where bits hold causality."""
+        """Whether kernels compare positions of queries and keys: not if bits include causality."""
         return self.causal and not self.bits
 
     @property
     def tests_intervals(self) -> bool:
-        """Likewise, whether they read the intervals of keys."""
+        """Whether kernels read the intervals of keys: not if bits include them."""
         return self.mask is not None and not self.bits
 
     @property
@@ -120,19 +120,19 @@ class Problem:
 
     @property
     def bias_of_tiles(self) -> str | None:
-        """The kernels' type of a dense bias, of which tiles must fit into shared memory."""
+        """The kernels' type of a dense bias, whose tiles must fit into shared memory."""
         return self.bias_element if self.bias_kind == BIAS_DENSE else None
 
     def move_mask_to_rows(self, build: Builder) -> None:
-        """Of sequences: bring the mask, and causality with it, into the rows of query that the kernels work in."""
+        """For sequences: express the mask, with causality, in rows of query, as the kernels need it."""
         if self.sequences is not None and self.mask is not None and self.key_length:
             self._use_mask(mask_of_rows(build, self.mask, self.sequences, self.causal))
             self.causal = False
 
     def key_lists(self, build: Builder, queries: int, block_n: int,
                   short_tiles: ShortTiles = NO_SHORT_TILES) -> KeyLists | None:
-        """The lists of keys of tiles of ``queries`` queries, the first ``short_tiles`` of them with fewer; None where
-        every key is looked at. Lengths are not 0."""
+        """Key lists for tiles of ``queries`` queries, the first ``short_tiles`` with fewer; None if kernels read all
+        keys. Lengths are not 0."""
         packed = self.packed_mask(build)
         if packed is not None:
             return dense_lists(build, packed, queries)
@@ -142,28 +142,28 @@ class Problem:
                          short_tiles)
 
     def packed_mask(self, build: Builder) -> PackedMask | None:
-        """The bits of a dense mask, with all else that hides keys; made once for the passes of a call."""
+        """The bits of a dense mask and everything else that hides keys; made once for all passes of a call."""
         if self.dense is not None and self.packed is None:
             self.packed = pack_mask(build, self.dense, self.mask, self.causal, self.params["query_length"],
                                     self.key_length)
         return self.packed
 
     def pack(self, lists: KeyLists | None = None, **fields: Any) -> Any:
-        """The kernels' parameters, with what ``fields`` adds."""
+        """The kernels' parameters, extended by ``fields``."""
         params = jit.params("common/params.cuh", "AttentionParams")
         return params.pack_some(self.params, lists.fields if lists else {}, fields)
 
 
 def with_known_bias(call: AttentionCall) -> AttentionCall:
-    """The call with a bias as the kernels read it: per key in float32, or dense in its own type (float32 for float64);
-    converted by its library."""
+    """The call with a bias in a type that the kernels read: float32 per key, or dense in its own type (float32 for
+    float64); converted by its library."""
     bias = call.bias
     if bias is None or bias.dtype == "float32" or bias.shape[2] != 1 and bias.dtype in ELEMENTS:
         return call
     library = bias.library
     seen = library.describe(library.astype(bias.array, "float32"), "bias")
     strides = seen.strides
-    if len(strides) < 4:  # a bias per key, of packed sequences without the axis of batches
+    if len(strides) < 4:  # a key bias of packed sequences, without a batch axis
         strides = (*(0,) * (3 - len(strides)), *strides[:-1], 0, strides[-1])
     strides = tuple(0 if size == 1 else stride for size, stride in zip(bias.shape, strides))
     return dataclasses.replace(call, bias=Operand("bias", seen.array, library, bias.shape, strides, "float32",
@@ -178,7 +178,7 @@ def _row_stride(operand: Operand) -> int:
 
 
 def rows_aligned(*operands: Operand) -> bool:
-    """Whether every row can be read in pieces of 16 bytes (strides of axes of size 1 do not matter)."""
+    """Whether every row can be read 16 bytes at a time (strides of axes of size 1 do not matter)."""
     for operand in operands:
         (b, n, h, d), (batch, row, head, _) = operand.shape, operand.strides
         piece = 16 // ELEMENT_BYTES[ELEMENTS[operand.dtype]]

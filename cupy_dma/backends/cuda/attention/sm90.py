@@ -1,7 +1,7 @@
 """The attention forward on Hopper GPUs (``kernels/sm90``): warpgroup MMAs (wgmma) over gathered keys.
 
-It serves 16-bit elements in aligned rows, with a positive scale that a bias can be divided by, no float32 bias per
-query and key and, where there is a mask, more than a few keys or tiles; the portable kernel does the rest and gives the
+Supports 16-bit elements in aligned rows, with a positive scale by which a bias can be divided and no float32 dense
+bias. With a mask it takes calls with more than a few keys or tiles. The portable kernel handles the rest and gives the
 same numbers within rounding.
 """
 from __future__ import annotations
@@ -51,11 +51,11 @@ class HopperForwardConfig(jit.Config):
     query_tma: bool
     runs: bool
     split: bool = False  # the last tiles are split along their keys
-    delay: bool = False  # of a bias of keys
+    delay: bool = False  # of a key bias
 
     @property
     def shared_bytes(self) -> int:
-        """Size of ``struct Shared`` in the kernel file, rounded up, and room to align it."""
+        """Size of ``struct Shared`` in the kernel file, rounded up, with room for alignment."""
         row = blocks(self.head_dim, 64) * 128
         rows = self.query_stages * self.block_m + (self.stages + self.value_stages) * self.block_n
         facts = 4 * self.block_n * (2 + max(2, blocks(self.block_m // self.heads, 32)) + self.delay)
@@ -80,12 +80,12 @@ class CombineConfig(jit.Config):
 
 NAME = "Hopper forward"
 COMBINE_THREADS = 256  # as in the kernel file
-SMALLEST_SCALE = 2.0**-40  # accumulators begin at bias / scale, which must stay far from the largest float32
-FEW_KEYS, FEW_ROWS = 512, 128  # of a mask that is left to the portable kernel: keys, and rows for each SM
+SMALLEST_SCALE = 2.0**-40  # accumulators start at bias / scale, which must stay far below the largest float32
+FEW_KEYS, FEW_ROWS = 512, 128  # masks up to this size go to the portable kernel: keys, and rows per SM
 
 
 def reasons(build: Builder, call: AttentionCall, problem: Problem) -> list[str]:
-    """Why this kernel does not take the call; none: it can, and is faster."""
+    """Why not to use this kernel for the call; empty if it can run it and is faster."""
     wanted = build.overrides.hopper
     against = {
         "Overrides.hopper is False": wanted is False, "no Hopper GPU": not build.is_hopper,
@@ -107,12 +107,12 @@ def _pays(call: AttentionCall, problem: Problem, num_sms: int) -> bool:
 
 
 def _strides_fit(problem: Problem) -> bool:
-    """Rows of keys and values, and a key's bias, are found with 32 bits for the distance of two of them in bytes."""
+    """Whether the byte distance of any two keys, values or key biases fits 32 bits."""
     return all(abs(problem.params.get(name, 0)) < 2**29 for name in ("key_row", "value_row", "bias_key"))
 
 
 def attention(build: Builder, call: AttentionCall, problem: Problem, out: Array, lse: Array) -> None:
-    """Writes ``out`` and ``lse`` of a call that ``serves``."""
+    """Launches a call that ``serves``; writes ``out`` and ``lse``."""
     query, heads = call.query, problem.tile_heads
     facts = schedule_key(call, problem)
     tile = build.overrides.tile or tile_shape(facts, build.num_sms)
@@ -135,7 +135,7 @@ def attention(build: Builder, call: AttentionCall, problem: Problem, out: Array,
     for found in (key_maps, query_map, out_map):
         maps += found or b""
     splits = _Splits(build, call, heads, tile, work) if work.num_splits > 1 else None
-    # struct ForwardParams: the maps first, and all of it a multiple of their alignment
+    # struct ForwardParams: the maps first, padded to a multiple of their alignment
     packed = maps + problem.pack(lists, out=out.ref, lse=lse.ref, tiles=work.tiles, swizzle_group=work.swizzle_group,
                                  tail_tiles=work.tail_tiles, short_tiles=work.short_tiles, rotation=work.rotation)
     packed += splits.packed if splits else b""
@@ -147,7 +147,7 @@ def attention(build: Builder, call: AttentionCall, problem: Problem, out: Array,
 
 
 class _Splits:
-    """The results of the splits of the last tiles, tile by tile (kernels/sm90/split_kv.cuh)."""
+    """Results of the splits of the last tiles, tile by tile (kernels/sm90/split_kv.cuh)."""
 
     def __init__(self, build: Builder, call: AttentionCall, heads: int, tile: HopperTile, work: Schedule):
         self.call, self.work = call, work
@@ -161,7 +161,7 @@ class _Splits:
             output=self.output, lse=self.lse, first=work.first, count=work.num_splits, blocks=rows // tile.block_m)
 
     def combine(self, build: Builder, out: Array, lse: Array) -> None:
-        """Combines them, behind the kernel that left them."""
+        """Launches their combination, after the kernel that wrote them."""
         work, (batch, length, heads, _) = self.work, self.call.query.shape
         params = jit.params("sm90/combine.cu", "CombineParams").pack(
             partial=self.output, partial_lse=self.lse, out=out.ref, lse=lse.ref, num_splits=work.num_splits,
@@ -171,10 +171,10 @@ class _Splits:
                      params)
 
 
-# tanh(y) / y as polynomials of y^2, and up to which y: minimax of the relative error, 5.5e-7 and 4.0e-7.
+# tanh(y) / y as polynomials of y^2, with their ranges of y: minimax of the relative error, 5.5e-7 and 4.0e-7.
 _TANH_POLYNOMIALS = ((0.5, (0.99999945577, -0.33326317936, 0.13190296603, -0.04440222612)),
                      (0.25, (0.999999604345, -0.33321908225, 0.12841613431)))
-# For softcaps so large that float32 does not hold those coefficients: up to 2e-7 and 3e-8.
+# For softcaps too large for those coefficients in float32: errors up to 2e-7 and 3e-8.
 _LARGE_SOFTCAP = ((0.035, (1.0, -1 / 3)), (0.0003, (1.0,)))
 _HUGE_SOFTCAP = _LARGE_SOFTCAP[1:] * 2
 
@@ -189,7 +189,7 @@ def _softcap_polynomials(scale: float, softcap: float, powers_of_2: bool) -> byt
         packed = np.zeros((2, 5))
         for fields, (end, terms) in zip(packed, polynomials):
             moved = Polynomial(terms)(Polynomial((end**2, 1.0))).coef  # of y^2 - end^2
-            fields[0] = min((end / ratio)**2, 2.0**100)  # no logit is as large
+            fields[0] = min((end / ratio)**2, 2.0**100)  # no logit is that large
             fields[1:len(terms) + 1] = [unit * scale * ratio**(2 * k) * float(term) for k, term in enumerate(moved)]
         numbers = abs(packed[packed != 0.0])
         if numbers.min() >= 2.0**-100 and numbers.max() <= 2.0**100:
@@ -198,13 +198,13 @@ def _softcap_polynomials(scale: float, softcap: float, powers_of_2: bool) -> byt
 
 
 def _maps(call: AttentionCall, block: int) -> Packed | None:
-    """The TMA descriptors of keys and values; None where TMA cannot read them."""
+    """The TMA descriptors of keys and values; None if TMA cannot read them."""
     return _joined(rows_map(call.key, block), rows_map(call.value, block))
 
 
 def _out_map(call: AttentionCall, problem: Problem, out: Array) -> Packed | None:
-    """The TMA descriptor of the output, stored the 16 rows of a warp at a time (``OUT_TMA`` in
-    kernels/sm90/config.cuh); None where TMA does not store it."""
+    """The TMA descriptor of the output, stored 16 rows of a warp at a time (``OUT_TMA`` in kernels/sm90/config.cuh);
+    None if the kernel does not store it by TMA."""
     heads = problem.tile_heads
     if problem.count > 0 or 16 % heads != 0:
         return None

@@ -1,5 +1,5 @@
-"""What the tiles of the Hopper forward cost, in microseconds: ``sm90_costs.json``, which
-``python -m benchmarks tune_schedule`` measures and writes.
+"""Measured costs of the Hopper forward's tiles, in microseconds: ``sm90_costs.json``, written by
+``python -m benchmarks tune_schedule``.
 """
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ PATH = Path(__file__).with_suffix(".json")
 
 
 class Costs:
-    """Of a tile's waves, one tile on each SM, by the keys of its list.
+    """Costs of waves of one tile per SM, by the number of keys in a tile's list.
 
-    ``entry``: of the data file. ``waves`` are times for some numbers of keys: of a ``whole`` tile, of ``slices`` of its
-    rows, 64 each, or ``halves`` of 64 and 128 rows, which have its whole list, and of a ``short`` tile. ``splits`` are
-    what splits along the keys take beside these: in any case, for each CTA, and for each split of one tile."""
+    ``entry``: of the data file. ``waves`` are times for some numbers of keys: of ``whole`` tiles, of ``slices`` of 64
+    rows, of ``halves`` of 64 and 128 rows (both with a whole tile's list), and of ``short`` tiles. ``splits`` are the
+    extra costs of splitting along the keys: fixed, per CTA, and per split of one tile."""
 
     def __init__(self, entry: dict[str, Any]):
         self._block_n = HopperTile(*entry["tile"]).block_n
@@ -32,14 +32,14 @@ class Costs:
         return blocks(max(1, round(keys)), self._block_n) * self._block_n
 
     def wave(self, name: str, keys: float) -> float:
-        """Between the two numbers of keys beside these, or of the first or last two."""
+        """Interpolated between the two nearest numbers of keys, or extrapolated from the first or last two."""
         at, all_keys, times = self._rounded(keys), self._keys, self._waves[name]
         i = min(max(1, bisect.bisect_left(all_keys, at)), len(all_keys) - 1)
         slope = (times[i] - times[i - 1]) / (all_keys[i] - all_keys[i - 1])
         return max(0.0, times[i] + slope * (at - all_keys[i]))
 
     def splits(self, keys: float, tiles: int, num_splits: int) -> float:
-        """Of ``tiles`` tiles with so many keys, each in ``num_splits`` splits, and their combination."""
+        """Time of ``tiles`` tiles of this many keys, each in ``num_splits`` splits, and their combination."""
         always, per_cta, per_split = self._splits
         return (self.wave("whole", keys / num_splits) + always + per_cta * tiles * num_splits
                 + per_split * num_splits)
@@ -55,6 +55,6 @@ def _all_costs() -> dict[tuple[str, HopperTile], dict[int, Costs]]:
 
 @functools.cache
 def costs_of(kind: str, head_dim: int, tile: HopperTile) -> Costs:
-    """Of the smallest head dim measured that is at least this one."""
+    """The costs of the smallest measured head dim that is at least this one."""
     entries = _all_costs()[kind, tile]
     return entries[min(size for size in entries if size >= head_dim)]

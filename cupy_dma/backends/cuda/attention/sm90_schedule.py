@@ -1,8 +1,8 @@
-"""The tile scheduler of the Hopper forward, host side: which tile a call takes, and how its tiles fill the SMs.
+"""The tile scheduler of the Hopper forward, host side: the tile of a call, and how its tiles fill the SMs.
 
-The device side is ``kernels/sm90/scheduler.cuh``. Tiles run on persistent CTAs, one per SM, in waves, of which the last
-rarely fills the SMs: its tiles may be cut by rows, be short ones, or be split along their keys (split-KV). Of all ways
-a call takes the one with the least time, by what tiles cost (``sm90_costs``).
+The device side is ``kernels/sm90/scheduler.cuh``. Tiles run on persistent CTAs, one per SM, in waves. The last wave
+rarely fills the SMs: its tiles may be cut by rows, be short tiles, or be split along their keys (split-KV). The
+candidate with the fastest predicted time wins, by the measured costs of tiles (``sm90_costs``).
 """
 from __future__ import annotations
 
@@ -17,41 +17,42 @@ from cupy_dma.backends.cuda.attention.sm90_tiles import HopperTile, ScheduleKey,
 from cupy_dma.backends.cuda.lists.varlen import tile_count
 from cupy_dma.backends.cuda.runtime.configs import blocks
 
-SWIZZLE_GROUP_WAVES = 2  # tiles that an SM has of an L2 swizzle group at least, if there is more than one group
+SWIZZLE_GROUP_WAVES = 2  # tiles per SM in an L2 swizzle group, at least, if there are several groups
 SWIZZLE_GROUP_BYTES = 24 << 20  # keys and values that stay in L2
-# Splits of a tile at most, or of all tiles if that is more, and blocks of keys of one at least: no others are measured.
+# At most this many splits of a tile (or of all tiles, if that is more), and at least this many blocks of keys in each:
+# only these have been measured.
 MAX_SPLITS, MAX_SPLITS_OF_ALL, SPLIT_BLOCKS = 32, 96, 2
-ROTATIONS, ROTATED_WAVES = 32, 64  # that are tried, and over how many waves
-FIXED_KEYS = 100  # take as long as a tile without any
-# What calls take more than the waves that were measured: lists of tiles of 192 rows, which may be a block longer, 2 to
-# 4 %; causal tiles that are split, in the shortest calls, up to 17 %. Ways that are nearly equal are decided by these.
+ROTATIONS, ROTATED_WAVES = 32, 64  # rotations tried, and waves to judge them by
+FIXED_KEYS = 100  # take as long as an empty tile
+# Calls take longer than the waves measured: lists of tiles of 192 rows, which may be a block longer, by 2 to 4 %; split
+# causal tiles of the shortest calls by up to 17 %. These corrections decide between nearly equal candidates.
 LARGE_LISTS, CAUSAL_SPLITS = 1.03, 1.1
 
 
 class Schedule(NamedTuple):
-    """The schedule of a call's tiles: what the launch and the kernel's parameters say of it."""
+    """The schedule of a call's tiles, as the launch and the kernel's parameters need it."""
 
-    tiles: int  # of a set of heads
+    tiles: int  # per set of heads
     grid: int  # persistent CTAs
     swizzle_group: int  # sets of heads whose keys and values stay in L2 together, if they fit
     tail_tiles: int  # tiles of a set that are scheduled last: they may meet fewer keys, or are short
     short_tiles: int = 0  # of those, all of the last wave: tiles with two thirds of the rows
     first: int = 0  # index in the schedule of the first tile that is split along its keys
-    num_splits: int = 1  # of each of those; 1: none is split
-    rotation: int = 0  # by how many places a CTA goes on from one full wave to the next
+    num_splits: int = 1  # of each split tile; 1: none is split
+    rotation: int = 0  # places by which CTAs shift from one full wave to the next
 
 
 @functools.lru_cache(maxsize=4096)
 def tile_shape(facts: ScheduleKey, num_sms: int) -> HopperTile:
-    """The tile for a call: the one with less time on ``num_sms`` SMs."""
+    """The tile for a call: the fastest predicted on ``num_sms`` SMs."""
     return min(tiles_of(facts.keys, facts.head_dim),
                key=lambda tile: microseconds(facts, tile, best_schedule(facts, tile, num_sms), num_sms))
 
 
 @functools.lru_cache(maxsize=4096)
 def best_schedule(facts: ScheduleKey, tile: HopperTile, num_sms: int) -> Schedule:
-    """The schedule of a call with this tile that takes the least time; of a tile that is not in use, which tests take
-    and nobody has measured, whole tiles."""
+    """The fastest predicted schedule of a call with this tile; whole tiles if its costs have not been measured (only
+    tests use such tiles)."""
     found = candidates(facts, tile, num_sms)
     if tile not in tiles_of(facts.keys, facts.head_dim):
         return next(found)
@@ -59,8 +60,8 @@ def best_schedule(facts: ScheduleKey, tile: HopperTile, num_sms: int) -> Schedul
 
 
 def candidates(facts: ScheduleKey, tile: HopperTile, num_sms: int) -> Iterator[Schedule]:
-    """The schedules that a call may have: whole tiles, those of the last wave cut by rows by the kernel if they are few
-    (``schedule`` in kernels/sm90/scheduler.cuh); that wave of short tiles; its tiles split along their keys
+    """The candidate schedules of a call: whole tiles, the last wave cut by rows in the kernel if it is small
+    (``schedule`` in kernels/sm90/scheduler.cuh); a last wave of short tiles; a last wave split along its keys
     (kernels/sm90/split_kv.cuh)."""
     work = _whole_tiles(facts, tile, num_sms)
     yield work
@@ -69,8 +70,8 @@ def candidates(facts: ScheduleKey, tile: HopperTile, num_sms: int) -> Iterator[S
 
 
 def _whole_tiles(facts: ScheduleKey, tile: HopperTile, num_sms: int) -> Schedule:
-    """Tail tiles may meet fewer keys, since their queries have fewer keys before them than a query of the mask sees at
-    most; they are scheduled last, all sets together, so these keys must fit into L2."""
+    """Tail tiles may meet fewer keys, because their queries have fewer keys before them than the mask shows at most.
+    They are scheduled last, all sets together, so their keys must fit into L2."""
     queries = tile.block_m // facts.tile_heads
     tiles = tile_count(facts.query_length, queries, facts.sequences)
     slices = tile.block_m // 64 if _row_cut(facts) else 1
@@ -87,7 +88,7 @@ def _whole_tiles(facts: ScheduleKey, tile: HopperTile, num_sms: int) -> Schedule
 
 @functools.lru_cache(maxsize=4096)
 def _rotation(tiles: int, queries: int, first_position: int, seen: int, waves: int, grid: int) -> int:
-    """With which all CTAs get about as many keys in full waves over sets of ``tiles`` tiles, set after set, the last
+    """The rotation that balances keys across CTAs in full waves, over sets of ``tiles`` tiles, set after set, the last
     tiles of a set first. A query sees at most ``seen`` keys, none of them behind it."""
     positions = np.maximum(0, first_position + queries * np.arange(tiles)[::-1])
     times = np.minimum(positions, seen) + queries + FIXED_KEYS
@@ -99,7 +100,7 @@ def _rotation(tiles: int, queries: int, first_position: int, seen: int, waves: i
 
 
 def _short_tiles(facts: ScheduleKey, tile: HopperTile, num_sms: int, work: Schedule) -> Iterator[Schedule]:
-    """The last wave has short tiles of each set, and no others."""
+    """The last wave consists of short tiles of each set and nothing else."""
     full, rest = divmod(work.tiles * facts.sets, num_sms)
     regular, odd = divmod(full * num_sms, facts.sets)
     if rest == 0 or odd or tile.block_m != 192 or facts.sequences or not _row_cut(facts) or not _fit_together(facts):
@@ -111,8 +112,8 @@ def _short_tiles(facts: ScheduleKey, tile: HopperTile, num_sms: int, work: Sched
 
 
 def _splits(facts: ScheduleKey, tile: HopperTile, num_sms: int, work: Schedule) -> Iterator[Schedule]:
-    """Each tile of the last wave is split. Under causality only if there is a single wave: several balance tiles of
-    different length. Not where a tile may skip most keys. combine.cu reads four splits at a time."""
+    """Each tile of the last wave is split. Under causality only if it is the only wave: several waves balance tiles of
+    different lengths anyway. Not if a tile may skip most keys. combine.cu reads four splits at a time."""
     full, rest = divmod(work.tiles * facts.sets, num_sms)
     unknown = facts.listed and facts.seen == facts.key_length
     if rest == 0 or facts.sequences or facts.bits or unknown or (facts.causal and full):
@@ -135,18 +136,18 @@ def _fit_together(facts: ScheduleKey) -> bool:
 
 
 def _row_cut(facts: ScheduleKey) -> bool:
-    """Whether tiles may be cut by rows: ``ROW_CUT`` in kernels/sm90/config.cuh."""
+    """Whether the kernel may cut tiles by rows: ``ROW_CUT`` in kernels/sm90/config.cuh."""
     return 64 % facts.tile_heads == 0 and not facts.bits and not facts.causal
 
 
 def _bytes(facts: ScheduleKey, keys: int) -> int:
-    """Of ``keys`` keys of a head and their values."""
+    """Bytes of ``keys`` keys and their values, of one head."""
     return 2 * 2 * keys * facts.head_dim
 
 
-# ---- what a schedule takes ------------------------------------------------------------------------------------------
+# ---- predicted times ------------------------------------------------------------------------------------------------
 def microseconds(facts: ScheduleKey, tile: HopperTile, work: Schedule, num_sms: int) -> float:
-    """Of a launch and all tiles."""
+    """Of a launch with all its tiles."""
     time = _all_waves(facts, tile, work, num_sms)
     if facts.causal and work.num_splits > 1:
         time *= CAUSAL_SPLITS
@@ -154,11 +155,11 @@ def microseconds(facts: ScheduleKey, tile: HopperTile, work: Schedule, num_sms: 
 
 
 def _all_waves(facts: ScheduleKey, tile: HopperTile, work: Schedule, num_sms: int) -> float:
-    """One wave after the other, in the order of the kernel."""
+    """Wave by wave, in the kernel's order."""
     costs = costs_of(facts.keys, facts.head_dim, tile)
     launch = costs.wave("launch", _most_keys(facts, tile))
     count = facts.sets * (work.tiles - work.short_tiles)
-    if facts.causal and work.num_splits == 1:  # the longest tiles first, of all with equal work for each SM
+    if facts.causal and work.num_splits == 1:  # longest tiles first: all SMs get equal work
         mean = facts.key_length - facts.query_length / 2
         longest = costs.wave("whole", _most_keys(facts, tile))
         return launch + max(longest, count / num_sms * costs.wave("whole", mean))
@@ -176,12 +177,12 @@ def _all_waves(facts: ScheduleKey, tile: HopperTile, work: Schedule, num_sms: in
 
 def _last_wave(facts: ScheduleKey, tile: HopperTile, work: Schedule, costs: Costs, first: int, rest: int,
                num_sms: int) -> float:
-    """Of ``rest`` tiles from index ``first`` on, cut by rows where they may be."""
+    """Of the last ``rest`` tiles, from index ``first`` on, cut by rows if possible."""
     keys = _keys_at(facts, tile, work, first)
     if not _row_cut(facts):
         return costs.wave("whole", keys)
     slices = tile.block_m // 64
-    if 2 * rest > num_sms:  # some are cut into all slices, and the others whole
+    if 2 * rest > num_sms:  # some are cut into all slices, the others stay whole
         cut = (num_sms - rest) // (slices - 1)
         return max(costs.wave("slices", keys), costs.wave("whole", _keys_at(facts, tile, work, first + cut)))
     return costs.wave("slices" if slices * rest <= num_sms else "halves", keys)
@@ -196,18 +197,18 @@ def _keys_at(facts: ScheduleKey, tile: HopperTile, work: Schedule, index: int) -
 
 
 def _mean_keys(facts: ScheduleKey, tile: HopperTile, work: Schedule) -> float:
-    """Of the tiles that are not scheduled last, of which all CTAs get about as many keys."""
+    """Average keys of the tiles that are not scheduled last; all CTAs get about as many."""
     shorter = 0 if work.tail_tiles else min(work.tiles, _shorter_tiles(facts, tile))
     return _most_keys(facts, tile) * (1.0 - shorter / (2 * work.tiles))
 
 
 def _shorter_tiles(facts: ScheduleKey, tile: HopperTile) -> int:
-    """Tiles of a set that may meet fewer keys than others, for their queries have fewer before them."""
+    """Tiles of a set that may meet fewer keys than others, because their queries have fewer before them."""
     if facts.seen >= facts.key_length or facts.sequences:
         return 0
     return max(0, facts.seen + facts.query_length - facts.key_length) // (tile.block_m // facts.tile_heads)
 
 
 def _most_keys(facts: ScheduleKey, tile: HopperTile) -> int:
-    """Of a tile: each query sees at most one key that the one before it does not."""
+    """Of a tile: each query sees at most one key that its predecessor does not."""
     return min(facts.key_length, facts.seen + tile.block_m // facts.tile_heads)

@@ -1,6 +1,6 @@
-"""Tile shapes of the Hopper forward (``kernels/sm90``): which of them a call may take, and what that depends on.
+"""Tile shapes of the Hopper forward (``kernels/sm90``): candidates for a call, and the properties they depend on.
 
-``sm90_schedule.tile_shape`` takes the one with less time, by what they cost (``sm90_costs``).
+``sm90_schedule.tile_shape`` chooses the fastest by measured costs (``sm90_costs``).
 """
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 class HopperTile(NamedTuple):
     """The tile of a CTA: rows (queries times heads), keys of a block, stages of keys, of values and of queries, and
-    whether the consumer warpgroups take turns in issuing MMAs (ping-pong)."""
+    whether the consumer warpgroups take turns issuing MMAs (ping-pong)."""
 
     block_m: int
     block_n: int
@@ -25,11 +25,10 @@ class HopperTile(NamedTuple):
     ping_pong: bool = False
 
 
-# By the kind of a call's keys and the largest head dim, measured by `python -m benchmarks tune_sm90`: one or two tiles,
-# of which a call takes the one with less time. Without ping-pong the consumer warpgroups drift into step and compete
-# for the tensor cores; with two of them and little else to wait for, ping-pong costs more than it gains. A tile of few
-# keys is over before the next but one has its queries, which need the stage of its output: there a third query stage
-# pays.
+# By the kind of a call's keys and the largest head dim, measured by `python -m benchmarks tune_sm90`: one or two
+# candidates. Without ping-pong the consumer warpgroups drift into step and compete for the tensor cores; with two of
+# them and little other work, ping-pong costs more than it gains. A tile of few keys ends before the next but one has
+# its queries, which need the stage of its output: there a third query stage pays.
 WIDE_64, WIDE_128 = HopperTile(192, 96, 5, 5, 2, ping_pong=True), HopperTile(192, 64, 4, 3, 2, ping_pong=True)
 TILES: dict[str, dict[int, tuple[HopperTile, ...]]] = {
     "short intervals": {
@@ -57,11 +56,11 @@ TILES: dict[str, dict[int, tuple[HopperTile, ...]]] = {
         64: (WIDE_64, HopperTile(128, 128, 4, 4, 2)), 128: (HopperTile(128, 128, 2, 2, 2),),
         192: (HopperTile(128, 64, 2, 2, 2),), 256: (HopperTile(128, 32, 2, 2, 2, ping_pong=True),)},
 }
-SHORT_LISTS = {64: 192, 128: 128}  # keys of a query up to which intervals are short
+SHORT_LISTS = {64: 192, 128: 128}  # intervals are short up to this many keys per query
 
 
 class ScheduleKey(NamedTuple):
-    """The facts of a call that its tiles depend on."""
+    """The properties of a call that its tiles depend on."""
 
     keys: str  # a name of ``TILES``
     head_dim: int
@@ -109,7 +108,7 @@ def is_dense(problem: Problem) -> bool:
 
 
 def tiles_of(keys: str, head_dim: int) -> tuple[HopperTile, ...]:
-    """The tiles for a name of ``TILES``; none where there are none for this head dim."""
+    """The candidate tiles for a name of ``TILES``; empty if there are none for this head dim."""
     return entry(TILES[keys], head_dim) or ()
 
 

@@ -1,4 +1,4 @@
-"""Split-KV of few query rows (``kernels/decode/split_kv.cuh``): how the keys of a tile are split among blocks.
+"""Split-KV for few query rows (``kernels/decode/split_kv.cuh``): how the keys of a tile are split among blocks.
 
 Shared by attention over few queries and by the steps of the decode cache.
 """
@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from cupy_dma.backends.cuda.runtime import jit
 from cupy_dma.backends.cuda.runtime.configs import ELEMENT_BYTES, ELEMENTS, blocks
 
-ROW_BYTES = 256  # of keys or values: longer rows leave registers for 8 query heads, and none to load ahead
-WARPS, STEP = 4, 16  # of a block; keys a warp takes at a time
+ROW_BYTES = 256  # of keys or values: longer rows leave registers for 8 query heads only, and none to load ahead
+WARPS, STEP = 4, 16  # warps of a block; keys per step of a warp
 MAX_SPLITS = 512  # as in the kernel file
-BLOCK_STEPS = 4  # what beginning and ending a block takes, in steps of its warps
+BLOCK_STEPS = 4  # fixed cost of a block, in steps of its warps
 
 
 @dataclass(frozen=True)
 class SplitConfig(jit.Config):
-    """What kernels/decode/split_kv.cuh asks for."""
+    """The configuration that kernels/decode/split_kv.cuh needs."""
 
     element: str
     head_dim: int
@@ -36,8 +36,8 @@ class SplitConfig(jit.Config):
 
 
 def choose_splits(tiles: int, slots: int, resident: int) -> tuple[int, int]:
-    """How many splits each of ``tiles`` tiles gets, and how many slots a split has, if ``resident`` blocks run at a
-    time: what takes the fewest steps, one wave of blocks after the other, and of these the fewest splits."""
+    """Splits per tile, for ``tiles`` tiles, and slots per split, if ``resident`` blocks run at a time: the fewest
+    steps, one wave of blocks after the other; among equals the fewest splits."""
     best = None
     for wanted in range(1, min(blocks(slots, WARPS * STEP), MAX_SPLITS) + 1):
         split_size = blocks(blocks(slots, wanted), STEP) * STEP
@@ -50,15 +50,15 @@ def choose_splits(tiles: int, slots: int, resident: int) -> tuple[int, int]:
 
 
 def rows_of_group(group: int, head_dim: int, value_dim: int, dtype: str) -> tuple[int, int]:
-    """The query heads of a block, all of one GQA group, and into how many such sets a group is cut."""
+    """Query heads per block, all of one GQA group, and the number of such sets in a group."""
     long = max(head_dim, value_dim) * ELEMENT_BYTES[ELEMENTS[dtype]] > ROW_BYTES
     sets = max(1, blocks(group, 8 if long else 16))
     return max(1, blocks(group, sets)), sets
 
 
 def min_blocks(head_dim: int, value_dim: int, dtype: str, rows: int, cluster: int = 1) -> int:
-    """Blocks per SM that the registers must suffice for: what the operands of a step leave room for. There are never
-    more blocks in clusters than SMs."""
+    """Blocks per SM for which the registers must suffice, given the operands of a step. There are never more blocks in
+    clusters than SMs."""
     if cluster > 1:
         return 1
     row_bytes = max(head_dim, value_dim) * ELEMENT_BYTES[ELEMENTS[dtype]]

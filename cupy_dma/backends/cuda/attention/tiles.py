@@ -1,6 +1,6 @@
-"""The tile shapes of the attention kernels: which one for a head dim, a type, and a device's shared memory.
+"""The tile shapes of the portable attention kernels, by head dim, type and a device's shared memory.
 
-Shared memory is what limits them: rows of float32 take twice the bytes, and a dense bias brings two tiles of its own.
+Shared memory is the limit: float32 rows take twice the bytes, and a dense bias needs two tiles of its own.
 """
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ Shape = TypeVar("Shape", Tile, KeyTile)
 Tiles = dict[int, dict[int, tuple[Tile, ...]]]
 KeyTilesOf = dict[int, dict[int, tuple[KeyTile, ...]]]
 
-# By bytes of an element and head dim, the fastest first: the first is taken of which an SM holds as many blocks as it
-# names. Measured in docs/lab/forward-sm80.md and backward.md; of float32, chosen by counting, the first that fits.
+# By bytes per element and head dim, the fastest first: the first one wins of which an SM holds as many blocks as it
+# names. Measured in docs/lab/forward-sm80.md and backward.md; for float32 chosen by counting, the first that fits.
 _FORWARD: Tiles = {2: {
     64: (Tile(128, 64, 4, 2), Tile(128, 32, 4, 2)),
     128: (Tile(128, 64, 4, 2), Tile(128, 32, 4, 2), Tile(128, 32, 4, 1)),
@@ -53,7 +53,7 @@ _BACKWARD_DKV: KeyTilesOf = {2: {
     128: (KeyTile(64, 16, 4, 2), KeyTile(32, 16, 2, 1)),
     256: (KeyTile(64, 16, 4, 1), KeyTile(32, 16, 2, 1), KeyTile(16, 16, 1, 1)),
 }}
-# With a dense bias, two tiles of which must fit as well.
+# With a dense bias, two tiles of which must also fit.
 _BIASED_FORWARD: Tiles = {2: {
     64: (Tile(128, 64, 4, 2), Tile(128, 32, 4, 2), Tile(64, 32, 4, 2), Tile(64, 32, 4, 1)),
     128: (Tile(128, 32, 4, 2), Tile(128, 32, 8, 1), Tile(64, 32, 4, 1)),
@@ -105,8 +105,8 @@ def _first_that_fits(shapes: Sequence[Shape], size: Callable[[Shape], int], head
                 return shape
     raise NotImplementedError(
         f"backend='cuda' cannot do this: no tile of head dim {head_dim} fits into this GPU's {shared_limit} bytes of "
-        "shared memory (float32 with head dims above 240, a dense bias and gradients needs more than 99 KB: take "
-        "float16 or bfloat16, or another backend)")
+        "shared memory (float32 gradients with head dims above 240 and a dense bias need more than 99 KB: use float16 "
+        "or bfloat16, or another backend)")
 
 
 def _fits(size: int, blocks: int, shared_limit: int) -> bool:
@@ -121,17 +121,17 @@ def _of_head_dim(shapes: Mapping[int, tuple[Shape, ...]], head_dim: int) -> tupl
     return next(found for largest, found in shapes.items() if head_dim <= largest)
 
 
-# In all of these `size` is that of an element of query, key and value in bytes, `dense_bias` the kernels' type of a
-# bias with a number per query and key. 16 bytes a key: the words of a dense mask.
+# Below, `size` is the bytes of an element of query, key and value, `dense_bias` the kernels' type of a dense bias.
+# A dense mask takes 16 bytes per key: its words.
 @functools.cache
 def tile_shape(head_dim: int, shared_limit: int, tiles: str = "", size: int = 2,
                dense_bias: str | None = None) -> Tile:
     """The forward's tile for a head dim within ``shared_limit`` bytes of shared memory.
 
-    ``tiles``: how many there are, "few" if fewer than SMs, so that a tile's own time counts, "many" for several waves.
+    ``tiles``: "few" if fewer than SMs, so that a tile's own time counts, "many" for several waves.
     """
     shapes = _of_head_dim((_FORWARD if dense_bias is None else _BIASED_FORWARD)[size], head_dim)
-    few = tiles == "few" and head_dim <= 128  # so an SM has one block
+    few = tiles == "few" and head_dim <= 128  # so an SM holds one block
 
     def needed(tile: Tile) -> int:
         return (tile_bytes(size, head_dim, tile.block_m, tile.block_n) + 16 * tile.block_n
@@ -140,13 +140,13 @@ def tile_shape(head_dim: int, shared_limit: int, tiles: str = "", size: int = 2,
     found = _first_that_fits(_SMALL[size] if few else shapes, needed, head_dim, shared_limit,
                              dense_bias is None and (few or size == 4))
     if tiles == "many" and dense_bias is None and head_dim <= 64 and _fits(needed(found), 3, shared_limit):
-        return found._replace(min_blocks=3)  # 10 % faster there, else slower
+        return found._replace(min_blocks=3)  # 10 % faster there, slower elsewhere
     return found
 
 
 @functools.cache
 def backward_dq_tile(head_dim: int, shared_limit: int, size: int = 2, dense_bias: str | None = None) -> Tile:
-    """The tile of the query gradient, which keeps dout beside the queries."""
+    """The tile of the query gradient, which keeps dout in addition to the queries."""
     def needed(tile: Tile) -> int:
         return (tile_bytes(size, head_dim, 2 * tile.block_m, tile.block_n) + 16 * tile.block_n
                 + _bias_of(tile, tile.block_m, dense_bias))
@@ -170,7 +170,7 @@ def backward_dkv_tile(head_dim: int, shared_limit: int, size: int = 2, dense_bia
 
 @functools.cache
 def backward_dbias_tile(head_dim: int, shared_limit: int, size: int, dense_bias: str) -> Tile:
-    """The tile of the gradient of a dense bias that is shared."""
+    """The tile of the gradient of a shared dense bias."""
     def needed(tile: Tile) -> int:
         return bias_pass_bytes(size, head_dim, tile.block_m, tile.block_n, dense_bias)
 
@@ -180,6 +180,6 @@ def backward_dbias_tile(head_dim: int, shared_limit: int, size: int, dense_bias:
 def heads_per_tile(group: int, bits: bool = False) -> int:
     """Heads of a group that share a gathered tile: the largest divisor up to 4 (more would make lists too many).
 
-    ``bits``: a tile's queries must begin at a word's or at an 8th, 16th of it.
+    ``bits``: a tile's queries must begin at a multiple of a word, of an 8th or a 16th of one.
     """
     return max(h for h in ((1, 2, 4) if bits else (1, 2, 3, 4)) if group % h == 0)

@@ -1,7 +1,7 @@
-"""TMA descriptors (``CUtensorMap``) of the tensors of a program, made by the driver on the host.
+"""TMA descriptors (``CUtensorMap``) of the tensors of a program, encoded by the driver on the host.
 
-The driver encodes an address into a descriptor of fixed content; which word that is, two descriptors tell that differ
-in their address alone.
+A descriptor differs between calls only in the word with its address, which is found by comparing two descriptors that
+differ in their address alone.
 """
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ MAP_BYTES = 128  # of a descriptor, which must lie at a multiple of 64
 CHUNK_COLUMNS = 64  # of a TMA tile: 128 bytes, the width of the swizzle (kernels/sm90/ptx.cuh)
 _KINDS = {"float16": 6, "bfloat16": 9}  # CUtensorMapDataType
 _NO_INTERLEAVE, _SWIZZLE_128, _PROMOTE_256, _FILL_ZERO = 0, 3, 3, 0
-_INVALID_VALUE = 1  # the driver's answer to what TMA cannot read
-_ADDRESSES = 2**40 + 16, 2**46 + 2**41 + 48  # of nothing; aligned no better than arrays are
+_INVALID_VALUE = 1  # the driver's status for what TMA cannot read
+_ADDRESSES = 2**40 + 16, 2**46 + 2**41 + 48  # made up; aligned no better than arrays are
 
 
 def rows_map(rows: Operand, block: int) -> Packed | None:
-    """The descriptor, with axes D, L, H, B, of ``rows (B, L, H, D)``, 16-bit elements in aligned rows; a TMA tile has
-    ``block`` rows of one head. None where TMA cannot read it."""
+    """The descriptor of ``rows (B, L, H, D)``, 16-bit elements in aligned rows, with axes D, L, H, B; a TMA tile is
+    ``block`` rows of one head. None if TMA cannot read it."""
     return _map(rows, (1, 2, 0), (block, 1))
 
 
@@ -34,10 +34,10 @@ def queries_map(rows: Operand, queries: int, heads: int) -> Packed | None:
 
 
 def runs_map(rows: Operand) -> Packed | None:
-    """The descriptor of ``rows (B, L, H, D)`` whose TMA tile has 32 rows of one head, from a multiple of 8 on, in the
-    order of gathered keys (``row_of_key`` in kernels/sm90/smem.cuh): 0, 1, 8, 9, 16, 17, 24, 25, 2, 3, 10, ... Its axes
-    are D, row % 2, row / 8, row % 8 / 2, and the offset of a head's first row in units of 16 bytes. Rows behind the
-    last multiple of 8 are not in it."""
+    """The descriptor of ``rows (B, L, H, D)`` whose TMA tile is 32 rows of one head, starting at a multiple of 8, in
+    the order of gathered keys (``row_of_key`` in kernels/sm90/smem.cuh): 0, 1, 8, 9, 16, 17, 24, 25, 2, 3, 10, ... Its
+    axes are D, row % 2, row / 8, row % 8 / 2, and the offset of a head's first row in units of 16 bytes. It does not
+    include rows behind the last multiple of 8."""
     (batch, length, heads, dim), strides = rows.shape, rows.strides
     row = 2 * strides[1]
     ends = strides[0] * (batch - 1), strides[2] * (heads - 1)
@@ -54,7 +54,7 @@ def _map(rows: Operand, axes: tuple[int, ...], tile: tuple[int, int]) -> Packed 
 
 def _relocated(rows: Operand, shape: tuple[int, ...], strides: tuple[int, ...],
                tile: tuple[int, ...]) -> Packed | None:
-    """The descriptor with the address of ``rows`` to be filled in."""
+    """The descriptor, still without the address of ``rows``."""
     encode = cast(Any, rows.library).runtime.tensor_map_encoder()
     first, second = (_encode(encode, _KINDS[rows.dtype], address, shape, strides, tile) for address in _ADDRESSES)
     if first is None or second is None:
@@ -80,9 +80,9 @@ def _encode(encode: Any, kind: int, pointer: int, shape: tuple[int, ...], stride
                  (ctypes.c_uint32 * rank)(CHUNK_COLUMNS, *tile), (ctypes.c_uint32 * rank)(*[1] * rank),
                  _NO_INTERLEAVE, _SWIZZLE_128, _PROMOTE_256, _FILL_ZERO)
     status = encode(*arguments)
-    if status == launch.INVALID_CONTEXT:  # autograd's thread, before anything else of CUDA
+    if status == launch.INVALID_CONTEXT:  # autograd's thread, before its first CUDA call
         bind()
         status = encode(*arguments)
     if status not in (0, _INVALID_VALUE):
-        raise RuntimeError(f"no TMA descriptor of {shape} at {pointer:#x} can be made: {launch.error_text(status)}")
+        raise RuntimeError(f"cannot make a TMA descriptor of {shape} at {pointer:#x}: {launch.error_text(status)}")
     return space.raw[skip:skip + MAP_BYTES] if status == 0 else None

@@ -1,10 +1,10 @@
-"""The decode cache, one token at a time (SPEC section 7): one launch a token, whatever the history.
+"""The decode cache, one token at a time (SPEC section 7): one launch per token, whatever the history.
 
-The slots of a (sequence, kv head) are split among blocks; the last of them combines their results and changes the state
-(``kernels/decode/step.cu``). What blocks leave for each other lies in arrays that are made at the first step and stay
-with the state, so that later steps allocate nothing and a CUDA graph of a step can be replayed. Nothing in them needs a
-first value; what does, the tickets, is made with the state. On Hopper the blocks of a step with few heads form
-clusters, which leave it in shared memory.
+The slots of a (sequence, kv head) are split among blocks; the last block to finish combines their results and updates
+the state (``kernels/decode/step.cu``). Blocks exchange results through arrays that are made at the first step and kept
+with the state, so that later steps allocate nothing and a CUDA graph of a step can be replayed. These arrays need no
+initial values, except the tickets, which are made with the state. On Hopper the blocks of a step with few heads form
+clusters and exchange results in shared memory.
 """
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from cupy_dma.backends.cuda.runtime.device import LoadedKernel, Runtime
 from cupy_dma.cache.state import CacheState, ExtendCall
 from cupy_dma.masks.windows import widest
 
-STEPS = 8  # tokens of a call that are taken one by one
+STEPS = 8  # calls of up to this many tokens run token by token
 CLUSTER, CLUSTER_WARPS, CLUSTER_STEPS = 8, 8, 3  # blocks of a cluster, warps of such a block, and its BLOCK_STEPS
 CANDIDATE_WORDS = 6  # of struct Candidate
 
@@ -39,7 +39,7 @@ class StepConfig(SplitConfig):
     source = "decode/step.cu"
     attend: bool
     cluster: int  # blocks of a cluster, 1 = none
-    windows: bool = False  # whether kv heads have windows of their own
+    windows: bool = False  # whether each kv head has its own window
     delay: bool = False  # whether the bias is delayed
 
     def shared_bytes(self, num_splits: int) -> int:
@@ -64,13 +64,13 @@ class SplitPlan:
 
 
 def serves(state: CacheState, call: ExtendCall) -> bool:
-    """Whether ``step`` takes the call: few tokens a sequence, and a type that the kernels know."""
+    """Whether ``step`` supports the call: few tokens per sequence, and a type that the kernels support."""
     return call.cu_seqlens is None and 1 <= call.length <= STEPS and state.key.dtype in ELEMENTS
 
 
 def step(runtime: Runtime, state: CacheState, call: ExtendCall) -> tuple[Any, Any]:
-    """``out (B, L, H, Dv)`` and ``lse (B, H, L)`` of a call that ``serves``, None for what was not asked for; changes
-    the state. One launch per token."""
+    """``out (B, L, H, Dv)`` and ``lse (B, H, L)`` of a call that ``serves``, None if not requested; updates the state.
+    One launch per token."""
     library, device, query = state.library, state.device, call.query
     index, batch, length = device.index, state.batch, call.length
     heads = 0 if query is None else query.shape[2]
@@ -101,7 +101,7 @@ def step(runtime: Runtime, state: CacheState, call: ExtendCall) -> tuple[Any, An
     with runtime.on(device):
         for token in range(length):
             kernel.launch(plan.grid, 32 * plan.warps, pack(fields, {"token": token}), stream)
-    del scratch  # of a captured step: needed until here
+    del scratch  # a captured step needs it until here
     return out, lse
 
 
@@ -109,7 +109,7 @@ def step(runtime: Runtime, state: CacheState, call: ExtendCall) -> tuple[Any, An
 def split(shape: tuple[int, int, int, int], value_dim: int, group: int, dtype: str, num_sms: int,
           clusters: bool) -> SplitPlan:
     """The blocks of a step for keys ``(B, Hkv, R, D)`` and GQA groups of ``group`` query heads; in ``clusters``, if the
-    GPU has them, where there are few heads."""
+    GPU has them and there are few heads."""
     batch, kv_heads, slots, head_dim = shape
     rows, sets = rows_of_group(group, head_dim, value_dim, dtype)
     tiles = batch * kv_heads * sets
@@ -122,8 +122,8 @@ def split(shape: tuple[int, int, int, int], value_dim: int, group: int, dtype: s
 
 
 def clusters_pay(tiles: int, slots: int, num_splits: int, split_size: int, num_sms: int) -> bool:
-    """Whether a cluster for each of the ``tiles`` ends sooner than ``num_splits`` blocks with ``split_size`` slots
-    each. A cluster must find room in one group of SMs: more than half of all SMs are not filled with them."""
+    """Whether a cluster for each of the ``tiles`` finishes before ``num_splits`` blocks with ``split_size`` slots each.
+    A cluster must fit into one group of SMs, so clusters cannot fill more than half of all SMs."""
     if num_splits == 1 or 2 * tiles * CLUSTER > num_sms:
         return False
     steps = blocks(cluster_split_size(slots), CLUSTER_WARPS * STEP)
@@ -135,7 +135,7 @@ def cluster_split_size(slots: int) -> int:
     return blocks(blocks(slots, CLUSTER), STEP) * STEP
 
 
-@functools.cache  # by fields: they hash faster than a configuration
+@functools.cache  # keyed by fields, which hash faster than a configuration
 def _kernel(runtime: Runtime, index: int, num_splits: int, element: str, head_dim: int, value_dim: int, vector: bool,
             rows: int, warps: int, softcap: bool, min_blocks: int, attend: bool, cluster: int,
             windows: bool, delay: bool) -> LoadedKernel:
@@ -146,15 +146,15 @@ def _kernel(runtime: Runtime, index: int, num_splits: int, element: str, head_di
 
 
 def _fixed(state: CacheState, plan: SplitPlan, heads: int) -> tuple[dict[str, Any], list[Operand]]:
-    """Parameters that are the same at every step of this state; kept with it, and the arrays that they name.
+    """Parameters that are the same at every step of this state; kept with it, and the arrays that they point to.
 
-    Those of a step that is captured before any has run are the graph's memory: they are not kept, but returned.
+    If a step is captured before any has run, its arrays belong to the graph: they are returned, not kept.
     """
     name, arrays = ("decode step", heads), {}
     found = state.workspace.get(name)
     if found is None:
         pairs = state.batch * state.kv_heads
-        tiles = plan.grid if plan.grid > pairs and plan.cluster == 1 else 0  # a single split leaves nothing
+        tiles = plan.grid if plan.grid > pairs and plan.cluster == 1 else 0  # a single split needs none
         sizes = {"partial": tiles * plan.rows * state.value_dim if heads else 0,
                  "partial_state": 2 * tiles * plan.rows, "candidates": CANDIDATE_WORDS * pairs * plan.num_splits}
         arrays = {key: _made(state, f"{name} {key}", size) for key, size in sizes.items()}

@@ -13,7 +13,7 @@ from cupy_dma.backends.cuda.runtime.builder import Array, Builder
 from cupy_dma.backends.cuda.runtime.configs import LIST_THREADS, PACK_KEYS, STATE_KEYS, DenseSupersConfig, blocks
 
 UNIT_QUERIES = 512  # of the smallest super-tile, a multiple of 64
-TILE_KEYS = 128  # the most that a kernel takes of a list at once, a multiple of STATE_KEYS
+TILE_KEYS = 128  # the most keys of a list that a kernel reads at once, a multiple of STATE_KEYS
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class DenseSupers:
     """The lists of one call."""
 
     entries: int  # of all lists of a list row, a multiple of TILE_KEYS
-    partial: bool  # a key may have sums from several super-tiles
+    partial: bool  # a key's sums may come from several super-tiles
     fields: Fields
     workspace: Array
 
@@ -29,8 +29,8 @@ class DenseSupers:
 def list_entries(key_length: int, units: int) -> int:
     """Entries for the lists of all super-tiles, each list a multiple of TILE_KEYS.
 
-    Room for every key once, and for 0.45 more: a top-w mask fits with super-tiles of about w queries, while a mask
-    without much structure (all visible, or causal: 1.5 with two super-tiles) gets one super-tile, which needs no sums.
+    Room for every key once, and 0.45 times as many again: a top-w mask fits with super-tiles of about w queries, while
+    a mask without much structure (all visible, or causal: 1.5 with two super-tiles) gets one, which needs no sums.
     """
     return TILE_KEYS * blocks(key_length if units == 1 else key_length + key_length * 9 // 20, TILE_KEYS)
 

@@ -1,4 +1,4 @@
-"""Dense boolean masks on the device: packed to bits, with what else hides keys, and the key lists from them."""
+"""Dense boolean masks on the device: packed to bits together with everything else that hides keys, and key lists."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ def pack_mask(build: Builder, dense: Operand, mask: IntervalMask | None, causal:
               key_length: int) -> PackedMask:
     """The bits of ``dense``, of the interval mask and of causality; lengths must not be 0.
 
-    They are made anew for every call: an array, unlike an IntervalMask, may have been written to since.
+    Made anew for every call: unlike an IntervalMask, an array may have been written to since.
     """
     batch, heads = mask_rows(dense, mask)
     words, stride = 4 * blocks(query_length, 128), blocks(key_length, STATE_KEYS) * STATE_KEYS

@@ -1,9 +1,9 @@
 """Key lists: which keys each tile of queries must gather, made on the device from the intervals of a mask.
 
-A mask of which it is known that few keys meet a tile gets a list per tile (``KEYS_LISTED``). Any other mask gets one
-list per row, of all keys that some query sees, with a summary per block of keys by which a tile skips what it does not
-see (``KEYS_SHARED``): memory stays linear for every mask. Where there is no bound, keys are in the order of their
-lifetimes, and the gradients of keys go through that list, too, but for those of packed sequences.
+A mask known to show few keys to a tile gets a list per tile (``KEYS_LISTED``). Any other mask gets one list per row, of
+all keys that some query sees, with a summary per block of keys by which a tile skips blocks that it does not see
+(``KEYS_SHARED``): memory stays linear for every mask. Without a bound, keys are sorted by their lifetimes, and the
+gradients of keys use that list too, except for packed sequences.
 """
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from cupy_dma.backends.cuda.runtime.params import Packed, Ref
 from cupy_dma.calls.sequences import Sequences
 from cupy_dma.masks.interval import IntervalMask
 
-SUMMARY_SIZES = (16, 32, 64, 96, 128)  # of blocks of keys that attention kernels take
+SUMMARY_SIZES = (16, 32, 64, 96, 128)  # block sizes of the attention kernels, in keys
 
 Fields = dict[str, Any]  # of kernels' parameters: numbers and Refs
 
 
 @dataclass(frozen=True, slots=True)
 class KeyLists:
-    """What the attention kernels need of a mask, on the device. Addresses point into ``workspace``."""
+    """The key lists that attention kernels read, on the device. Addresses point into ``workspace``."""
 
     keys: str  # KEYS_LISTED or KEYS_SHARED
     fields: Fields  # list, list_lengths, summaries, chunk_info, chunk, capacity
@@ -44,7 +44,7 @@ class KeyLists:
 
 @argument_type
 class ShortTiles(NamedTuple):
-    """The first tiles of a set may have fewer queries than the others: how many tiles, and how many queries less."""
+    """The first tiles of a set may have fewer queries than the others: how many tiles, and how many queries fewer."""
 
     tiles: int = 0
     missing_queries: int = 0
@@ -55,7 +55,7 @@ NO_SHORT_TILES = ShortTiles()
 
 def key_lists(build: Builder, mask: IntervalMask, query_length: int, queries: int, block_n: int, causal: bool,
               sequences: Sequences | None = None, short_tiles: ShortTiles = NO_SHORT_TILES) -> KeyLists:
-    """The key lists of a mask for tiles of ``queries`` queries; those of a mask that is given are kept on it.
+    """The key lists of a mask for tiles of ``queries`` queries; the lists of a caller's mask are kept on it.
 
     With ``sequences`` the mask is one of rows (``mask_of_rows``), which belongs to a single call.
     """
@@ -64,7 +64,7 @@ def key_lists(build: Builder, mask: IntervalMask, query_length: int, queries: in
         of_chunks = {"chunk_info": order["chunk_info"], "chunk": LIST_CHUNK} if sequences else {}
         return KeyLists("KEYS_SHARED", {"list": order["order"], "list_lengths": order["seen_count"],
                                         "summaries": order[f"summaries_{block_n}"], **of_chunks}, None)
-    # A tile's own list knows no blocks: forward and backward share it, whatever their blocks of keys.
+    # A tile's own list has no blocks, so forward and backward share it, whatever their block sizes.
     block_n = 64 if _tile_capacity(mask, queries) else block_n
     return _derived(build, mask, _tile_lists, query_length, queries, block_n, causal, sequences, short_tiles)
 
@@ -79,8 +79,8 @@ class KeyOrder:
 
 def key_order(build: Builder, mask: IntervalMask, query_length: int, causal: bool,
               sequences: Sequences | None) -> KeyOrder | None:
-    """The keys of a mask by their lifetimes, for all passes of a call, kept as ``key_lists`` are; None for a mask with
-    a bound, and for packed sequences."""
+    """The keys of a mask by their lifetimes, for all passes of a call, kept as ``key_lists`` are; None for packed
+    sequences and for a mask with a bound."""
     if mask._bound is not None or sequences is not None:
         return None
     return _derived(build, mask, _key_order, query_length, causal, None)
@@ -109,7 +109,7 @@ def _key_order(build: Builder, mask: IntervalMask, query_length: int, causal: bo
 
 
 def _derived(build: Builder, mask: IntervalMask, make: Callable[..., Any], *arguments: Any) -> Any:
-    """``make(build, mask, *arguments)``, once: kept on a mask that is given, else by the program."""
+    """``make(build, mask, *arguments)``, once: kept on a caller's mask, otherwise by the program."""
     if isinstance(mask, GivenMask):
         return build.lists_of(mask, make, *arguments)
     known, identity = build.derived(mask), (make, *arguments)
@@ -119,7 +119,7 @@ def _derived(build: Builder, mask: IntervalMask, make: Callable[..., Any], *argu
 
 
 def _tile_capacity(mask: IntervalMask, queries: int) -> int:
-    """Entries that a list of ``queries`` consecutive queries can need; 0 if one list must serve all tiles."""
+    """Upper bound on the list entries of ``queries`` consecutive queries; 0 if one list must serve all tiles."""
     if mask._bound is None:
         return 0
     base, per_position = mask._bound
@@ -140,7 +140,7 @@ def super_lists(build: Builder, mask: IntervalMask, query_length: int, block_n: 
                 sequences: Sequences | None = None) -> SuperLists | None:
     """The super-tile lists of a mask, kept as ``key_lists`` are; None for a mask that needs none (``_tile_capacity``).
 
-    A super-tile has as many queries as a query sees keys: measured best, and what bounds the partial sums' memory.
+    A super-tile has as many queries as a query sees keys: measured fastest, and it bounds the memory of partial sums.
     """
     queries, capacity = _super_sizes(mask, query_length, block_n)
     if not queries:
@@ -170,7 +170,7 @@ def _super_queries(mask: IntervalMask, query_length: int) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def _layout(sizes: tuple[tuple[str, int], ...]) -> tuple[int, dict[str, int]]:
-    """Where arrays of int32 of these sizes lie in one allocation, each on 16 bytes: its size, and bytes by name."""
+    """Layout of int32 arrays of these sizes in one allocation, each at 16 bytes: total bytes, and offsets by name."""
     offsets, at = {}, 0
     for name, size in sizes:
         offsets[name] = at
@@ -179,7 +179,7 @@ def _layout(sizes: tuple[tuple[str, int], ...]) -> tuple[int, dict[str, int]]:
 
 
 class Workspace:
-    """One array for several of int32."""
+    """One allocation for several int32 arrays."""
 
     def __init__(self, build: Builder, **sizes: int):
         length, offsets = _layout(tuple(sizes.items()))
@@ -188,7 +188,7 @@ class Workspace:
 
 
 def _seen_sizes(mask: IntervalMask, spans: bool) -> dict[str, int]:
-    """Arrays that they write; ``spans``: for super-tiles, too."""
+    """The arrays that they write; ``spans``: also for super-tiles."""
     rows, length = mask.shape[0] * mask.shape[1], mask.key_length
     chunks = blocks(length, LIST_CHUNK)
     sizes = {"chunk_info": 4 * rows * chunks, "interval": 2 * rows * length, "seen": rows * length, "seen_count": rows}
@@ -197,9 +197,9 @@ def _seen_sizes(mask: IntervalMask, spans: bool) -> dict[str, int]:
 
 def _seen(build: Builder, mask: IntervalMask, query_length: int, block_n: int, causal: bool,
           sequences: Sequences | None, for_supers: bool = False) -> dict[str, Ref] | None:
-    """The keys of a mask that some query sees, what count_seen and compact_seen make, for all lists of a mask of the
-    program itself; None for others, whose lists are made apart. ``block_n``: of the list that needs them first, whose
-    kernels are loaded. ``for_supers``: they must serve super-tiles, as all do that a backward follows."""
+    """The keys of a mask that some query sees, from count_seen and compact_seen, for all lists of a mask that the
+    program makes itself; None for other masks, whose lists are made separately. ``block_n``: of the first list that
+    needs them, whose kernels are loaded. ``for_supers``: also for super-tiles, which a backward needs."""
     if sequences is not None or isinstance(mask, GivenMask):
         return None
     known, identity = build.derived(mask), ("seen", query_length, causal)
@@ -237,11 +237,11 @@ def _count(build: Builder, mask: IntervalMask, params: Packed, causal: bool, blo
 
 def _launch(build: Builder, mask: IntervalMask, query_length: int, causal: bool, block_n: int, last: str, grid: int,
             fields: Fields, refs: dict[str, Ref], count: bool, sequences: Sequences | None) -> None:
-    """The kernel ``last`` with its grid, if ``count`` behind count_seen and compact_seen."""
+    """Launch ``last`` with its grid, if ``count`` after count_seen and compact_seen."""
     params = _params(mask, query_length, fields, refs, sequences)
     if count:
         _count(build, mask, params, causal, block_n, sequences is not None)
-    # Lists take different times: of more blocks than SMs all must get as many (1 % of 574 us).
+    # Lists take different times: with more blocks than SMs, all SMs must get equally many (1 % of 574 us).
     even = last == "tile_lists" and grid > build.num_sms
     build.launch(build.load(ListConfig(causal, block_n, sequences is not None), last), grid, LIST_THREADS, params,
                  pdl=not even)
@@ -254,7 +254,7 @@ def _tile_lists(build: Builder, mask: IntervalMask, query_length: int, queries: 
     tiles = tile_count(length_of_full_tiles, queries, sequences.count if sequences else 0)
     capacity = _tile_capacity(mask, queries)
     summary_blocks = 0 if capacity else blocks(length, block_n)
-    of_all = capacity > 0 and length <= LIST_CHUNK  # tile_lists looks at all keys
+    of_all = capacity > 0 and length <= LIST_CHUNK  # tile_lists reads all keys
     seen = None if of_all else _seen(build, mask, query_length, block_n, causal, sequences)
     count = seen is None and not of_all
     space = Workspace(build, **_seen_sizes(mask, False) if count else {}, summaries=4 * rows * summary_blocks,
@@ -275,8 +275,8 @@ def _tile_lists(build: Builder, mask: IntervalMask, query_length: int, queries: 
 
 
 def _tile_warps(rows: int, tiles: int, num_sms: int) -> int:
-    """Warps that make one tile's list. A block looks for the keys of all its tiles: with more tiles a block that is
-    done less often, with fewer it is done on more SMs."""
+    """Warps per tile's list. A block searches the keys of all its tiles: more tiles per block mean fewer searches,
+    fewer tiles mean more SMs at work."""
     return next((warps for warps in (4, 2) if rows * blocks(tiles, LIST_WARPS // warps) <= num_sms), 1)
 
 

@@ -9,7 +9,7 @@ from cupy_dma.masks.interval import Hints, IntervalMask
 
 
 def tile_count(length: int, size: int, sequences: int) -> int:
-    """Tiles of ``size`` that cover ``length``; with packed ``sequences``, the indices that tiles may have."""
+    """Tiles of ``size`` that cover ``length``; with packed ``sequences``, the number of tile indices."""
     return length // size + sequences if sequences else blocks(length, size)
 
 
@@ -20,9 +20,9 @@ def super_entries(query_length: int, queries: int, capacity: int, sequences: Seq
 
 
 def mask_of_rows(build: Builder, mask: IntervalMask, sequences: Sequences, causal: bool) -> IntervalMask:
-    """The mask (1, heads, Lk) with the rows of query that see a key in place of the positions, ``causal`` applied.
+    """The mask (1, heads, Lk) with rows of query in place of positions, ``causal`` applied.
 
-    Consecutive rows of one sequence see as many keys as consecutive positions: the bound holds for its tiles.
+    Consecutive rows of one sequence see as many keys as consecutive positions, so the bound holds for its tiles.
     """
     _, heads, length = mask.shape
     start, stop = (build.empty((1, heads, length), "int32") for _ in range(2))

@@ -1,4 +1,4 @@
-"""Building programs: what the functions of this backend get in place of a device and of arrays."""
+"""Building programs: a ``Builder`` stands for the device and the array library in this backend's functions."""
 from __future__ import annotations
 
 import dataclasses
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class NotBuildable(Exception):
-    """A builder cannot do this: it takes the caller's array library."""
+    """A builder cannot do this: it needs the caller's array library."""
 
 
 # ---- the arguments of a call ----------------------------------------------------------------------------------------
@@ -32,8 +32,8 @@ _fields: dict[type, tuple[str, ...]] = {}
 
 
 def argument_type(kind: type, *, without: Collection[str] = ()) -> type:
-    """A type that functions may take: a dataclass whose fields they may take, but those ``without`` which programs do;
-    any other is hashed."""
+    """A type that functions may take: a dataclass, all of whose fields they may use except those in ``without``, which
+    programs do not depend on; any other type is hashed."""
     if dataclasses.is_dataclass(kind):
         _fields[kind] = tuple([field.name for field in dataclasses.fields(kind) if field.name not in without])
     else:
@@ -96,7 +96,7 @@ class Array:
         return Array(self.ref, shape[0] if isinstance(shape[0], tuple) else shape, self.dtype)
 
     def __getitem__(self, axes: Any) -> Array:
-        """With more axes of size 1 in front."""
+        """With leading axes of size 1."""
         if not isinstance(axes, tuple) or any(axis is not None for axis in axes):
             raise NotBuildable("a view of an array")
         return self.reshape((1,) * len(axes) + self.shape)
@@ -133,23 +133,23 @@ class Request(NamedTuple):
 
 
 class Buffer(NamedTuple):
-    """What a program makes, or with no shape is given."""
+    """A result of a program; without a shape, one of its arguments."""
 
     shape: tuple[int, ...] | None
     dtype: str = ""
 
 
 class Builder:
-    """Builds a program. It stands for the device and for the array library of the call, of which it has what this
-    backend and the checked call need."""
+    """Builds a program. Stands for the device and for the call's array library, with the parts that this backend and
+    the checked call need."""
 
     def __init__(self, runtime: Runtime, name: str, device: Device, program_of: Callable[..., Program],
                  grad: bool = False, overrides: Overrides = NONE):
-        """``name``: of the call's library. ``program_of``: as in program.py. ``grad``: a backward follows, which finds
+        """``name``: of the call's library. ``program_of``: as in program.py. ``grad``: a backward follows, which reuses
         what this builds."""
         self.runtime, self.name, self.device, self.grad, self._program_of = runtime, name, device, grad, program_of
         self.overrides = overrides
-        self.notes: list[str] = []  # why kernels are not taken
+        self.notes: list[str] = []  # why kernels are not used
         self.buffers: list[Buffer] = []
         self.given: list[int] = []  # buffers of the arguments, in order
         self.masks = 0
@@ -160,7 +160,7 @@ class Builder:
 
     # ---- the device ----
     def load(self, config: jit.Config, entry: str, shared_bytes: int = 0) -> LoadedKernel:
-        if shared_bytes and self.overrides.shared_memory is not None:  # no more blocks share an SM than on that card
+        if shared_bytes and self.overrides.shared_memory is not None:  # no more blocks per SM than on that card
             own = self.runtime.shared_memory_limit(self.device.index) + RESERVED
             blocks = max(1, (self.shared_memory_limit + RESERVED) // (shared_bytes + RESERVED))
             shared_bytes = max(shared_bytes, own // blocks // 128 * 128 - RESERVED)
@@ -180,7 +180,7 @@ class Builder:
         return self.runtime.hopper(self.device.index)
 
     def takes(self, kernel: str, reasons: list[str]) -> bool:
-        """Whether there are no reasons against a kernel; else they are noted."""
+        """Whether there are no reasons against a kernel; reasons are noted."""
         self.notes += [f"{kernel}: {reason}" for reason in reasons]
         return not reasons
 
@@ -196,11 +196,11 @@ class Builder:
 
     # ---- arguments ----
     def argument(self, x: Any) -> Any:
-        """The argument as functions get it; in the order of ``Arguments``."""
+        """The argument in the form that functions get; call in the order of ``Arguments``."""
         kind = type(x)
         if kind is Operand:
             self.given.append(len(self.buffers))
-            ref = Ref(self._add(None), (x.pointer or 0) % ALIGNMENT)  # None: of a tensor that a compiler traces
+            ref = Ref(self._add(None), (x.pointer or 0) % ALIGNMENT)  # None while a compiler traces
             array = Array(ref, x.array.shape, x.dtype, is_packed(x))
             return Operand(x.name, array, self, x.shape, x.strides, x.dtype, x.device, ref)  # type: ignore[arg-type]
         if isinstance(x, IntervalMask):
@@ -216,7 +216,7 @@ class Builder:
         return x
 
     def lists_of(self, mask: GivenMask, function: Callable[..., Any], *arguments: Any) -> Any:
-        """What ``function(build, mask, *arguments)`` makes of a mask that is given: an object with a ``workspace`` and
+        """The result of ``function(build, mask, *arguments)`` for a caller's mask: an object with a ``workspace`` and
         ``fields`` of numbers and addresses in it."""
         given = mask, *arguments
         program = self._program_of(self.runtime, function, Arguments(function, given), given)
@@ -227,14 +227,14 @@ class Builder:
         return dataclasses.replace(program.value, fields=fields, workspace=None)
 
     def following(self) -> Builder:
-        """A builder of a program behind this one, which finds what this one has made."""
+        """A builder of a program that follows this one and can reuse what this one has made."""
         build = Builder(self.runtime, self.name, self.device, self._program_of, overrides=self.overrides)
         build.buffers, build.masks, build.unwritten = list(self.buffers), self.masks, set(self.unwritten)
         build._derived = {key: (mask, dict(known)) for key, (mask, known) in self._derived.items()}
         return build
 
     def derived(self, mask: IntervalMask) -> dict[Any, Any]:
-        """What the program has derived of a mask of its own."""
+        """What the program has derived from a mask that it made itself."""
         return self._derived.setdefault(id(mask), (mask, {}))[1]
 
     # ---- the array library ----
@@ -252,7 +252,7 @@ class Builder:
         return array
 
     def full(self, shape: tuple[int, ...], value: Any, dtype: str, device: Device) -> Array:
-        """Of a value that no kernel writes: none may read it (the interval mask of plain causality)."""
+        """An array that no kernel writes, so none may read it (the interval mask of plain causality)."""
         array = self.empty(shape, dtype)
         self.unwritten.add(array.ref.buffer)
         return array

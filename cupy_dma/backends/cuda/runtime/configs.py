@@ -1,4 +1,4 @@
-"""What each kernel file can be specialised in, and the constants it shares with the host."""
+"""The compile-time options of each kernel file, and the constants it shares with the host."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class ScoreConfig(jit.Config):
     source = "select/key_scores.cu"
     value: str
     weight: str
-    parameter: str  # of A and dt_bias
+    parameter: str  # type of A and dt_bias
     head_dim: int
     kv_heads: int
     head_tile: int
@@ -36,7 +36,7 @@ class ScoreConfig(jit.Config):
 
     @property
     def head_tiles(self) -> int:
-        """Blocks for the same keys."""
+        """Blocks that share the same keys."""
         return 1 if self.tensor_cores else blocks(self.kv_heads, self.head_tile)
 
 
@@ -62,7 +62,7 @@ class SelectConfig(jit.Config):
 @dataclass(frozen=True)
 class DocumentConfig(jit.Config):
     source = "select/documents.cu"
-    id: str = "int"  # of the array that says where documents begin
+    id: str = "int"  # type of the array with the beginnings of documents
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class ForwardConfig(jit.Config):
     bias_element: str = "float"
     sequences: bool = False
     page_size: int = 0  # 0: keys are not paged
-    delay: bool = False  # of the bias of keys
+    delay: bool = False  # of the key bias
 
     @property
     def shared_bytes(self) -> int:
@@ -241,7 +241,7 @@ class DenseSupersConfig(jit.Config):
 # Threads of a block and sizes, as in the kernel files.
 BIAS_NONE, BIAS_OF_KEYS, BIAS_DENSE = 0, 1, 2
 STATE_KEYS, PACK_KEYS = 64, 4
-RESERVED = 1024  # bytes of an SM's shared memory that each of its blocks costs besides its own
+RESERVED = 1024  # bytes of an SM's shared memory that each block takes besides its own
 SCORE_THREADS, SCORE_BLOCK_KEYS, SCORE_MAX_SLICE = 256, 32, 512
 SELECT_THREADS = {"local_top": 1024, "filter_arrivals": 1024, "sweep_arrivals": 512, "count_better": 128}
 ARRIVALS = 256

@@ -1,4 +1,4 @@
-"""The device as the CUDA backend sees it: kernels by configuration, a few limits, and which device is current."""
+"""The device as the CUDA backend sees it: kernels by configuration, a few limits, and the current device."""
 from __future__ import annotations
 
 import functools
@@ -45,7 +45,7 @@ def bind() -> None:
 
 
 class CudaRuntime:
-    """A GPU through CuPy. Kernels may be loaded by a call that is being captured."""
+    """A GPU through CuPy. Kernels may be loaded during a capture."""
 
     def load(self, config: jit.Config, entry: str, index: int, shared_bytes: int = 0) -> LoadedKernel:
         with relaxed_capture():
@@ -77,7 +77,7 @@ class CudaRuntime:
         return _cupy().cuda.Device(index).compute_capability == "90"
 
     def tensor_map_encoder(self) -> Any:
-        """``cuTensorMapEncodeTiled``, or None where the driver has none."""
+        """``cuTensorMapEncodeTiled``, or None if the driver lacks it."""
         try:
             return launch.library().cuTensorMapEncodeTiled
         except (RuntimeError, AttributeError):
@@ -85,8 +85,8 @@ class CudaRuntime:
 
     @functools.cache  # noqa: B019
     def check_layout(self, index: int) -> None:
-        """Verify once per device the register layout that kernels/common/arch.cuh states; the only call that waits for
-        the device."""
+        """Verify, once per device, the register layout that kernels/common/arch.cuh assumes; the only call that waits
+        for the device."""
         cupy = _cupy()
         for dtype in ELEMENTS:
             with relaxed_capture(), cupy.cuda.Device(index), cupy.cuda.Stream(non_blocking=True) as stream:
@@ -99,8 +99,8 @@ class CudaRuntime:
                 self.load(config, "fragment_layout", index).launch(1, 32, params, stream.ptr)
                 found = int(ok.get()[0])
             if found != 32:
-                raise RuntimeError(f"this GPU (cuda:{index}) keeps matrix fragments in a layout unknown to the kernels "
-                                   f"({dtype}: {found} of 32 lanes as expected); please report it")
+                raise RuntimeError(f"this GPU (cuda:{index}) has a layout of matrix fragments that the kernels do not "
+                                   f"know ({dtype}: {found} of 32 lanes as expected); please report it")
 
 
 @functools.cache

@@ -1,8 +1,8 @@
-"""Compiled kernels on disk: NAME.cubin, and NAME.json with what the assembler said of it and its checksum.
+"""Compiled kernels on disk: NAME.cubin, and NAME.json with the assembler's resource counts and the cubin's checksum.
 
-Nothing here is ever trusted: a pair that is incomplete, unreadable or damaged counts as absent, and what is compiled
-then takes its place. Files have the modes that the umask gives, so users may share a directory. Where nothing can be
-written, a warning says so and kernels are kept for the process alone.
+Nothing read from disk is trusted: an incomplete, unreadable or damaged pair counts as absent and is compiled again.
+File modes follow the umask, so users may share a directory. If nothing can be written, a warning says so and kernels
+are kept for this process only.
 """
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pathlib import Path
 
 RESOURCES = ("registers", "spill_bytes", "stack_bytes")
 DEFAULT = "~/.cache/cupy_dma"
-ATTEMPTS = 20  # at writing a file, which may be cleared before it is complete
+ATTEMPTS = 20  # at writing a file, which another process may clear before it is complete
 
 
 class NotKeptWarning(RuntimeWarning):
@@ -37,19 +37,19 @@ def directory() -> Path:
 
 
 def read(name: str) -> tuple[Path, dict[str, int]] | None:
-    """The cubin of a kernel and its ``RESOURCES``; None if they are not there as they were written."""
+    """The cubin of a kernel and its ``RESOURCES``; None unless both are there, undamaged."""
     try:
         path = directory() / f"{name}.cubin"
         record = json.loads(path.with_suffix(".json").read_bytes())
         if record["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest():
             return path, {resource: record[resource] for resource in RESOURCES}
-    except (OSError, ValueError, KeyError, TypeError):  # absent, closed to this user, or cut off by a crash
+    except (OSError, ValueError, KeyError, TypeError):  # absent, not readable by this user, or truncated by a crash
         pass
     return None
 
 
 def write(name: str, cubin: bytes, resources: dict[str, int]) -> Path:
-    """Keep a cubin; returns where. A ``NotKeptWarning`` says if that is for this process alone."""
+    """Store a cubin; returns its path. ``NotKeptWarning`` if it is kept for this process only."""
     record = json.dumps({**resources, "sha256": hashlib.sha256(cubin).hexdigest()}).encode()
     files = {f"{name}.cubin": cubin, f"{name}.json": record}
     try:
@@ -63,7 +63,7 @@ def write(name: str, cubin: bytes, resources: dict[str, int]) -> Path:
 
 
 def require_writable() -> None:
-    """Raise ``NotKeptWarning`` if nothing can be kept, ahead of a long compilation."""
+    """Raise ``NotKeptWarning`` ahead of a long compilation if nothing can be stored."""
     try:
         folder = directory()
         folder.mkdir(parents=True, exist_ok=True)
@@ -87,7 +87,7 @@ def clear() -> tuple[int, int]:
 def _write_files(folder: Path, files: dict[str, bytes]) -> None:
     for name, content in files.items():
         for attempts_left in reversed(range(ATTEMPTS)):
-            unfinished = folder / f"{name}.{uuid.uuid4().hex}.tmp"  # readers see all of a file or none
+            unfinished = folder / f"{name}.{uuid.uuid4().hex}.tmp"  # readers see a whole file or none
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 unfinished.write_bytes(content)
@@ -102,18 +102,18 @@ def _write_files(folder: Path, files: dict[str, bytes]) -> None:
 
 def _not_kept(error: OSError) -> NotKeptWarning:
     folder = os.environ.get("CUPY_DMA_CACHE_DIR") or DEFAULT
-    return NotKeptWarning(f"compiled kernels cannot be kept in {folder} ({error.strerror}): every process compiles "
-                          "them anew. Set CUPY_DMA_CACHE_DIR to a directory that can be written")
+    return NotKeptWarning(f"compiled kernels cannot be stored in {folder} ({error.strerror}): every process compiles "
+                          "them anew. Set CUPY_DMA_CACHE_DIR to a writable directory")
 
 
 @functools.cache
 def _own_directory(process: int) -> Path:
-    """Of this process, removed at its end; a process that it forks has another one."""
+    """A directory of this process, removed at its end; a forked process gets another one."""
     folder = Path(tempfile.mkdtemp(prefix="cupy_dma-"))
     atexit.register(_remove, folder, process)
     return folder
 
 
 def _remove(folder: Path, process: int) -> None:
-    if os.getpid() == process:  # a forked process has inherited what is to be done at exit
+    if os.getpid() == process:  # forked processes inherit the exit handler
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,10 +1,9 @@
 """Kernels at run time: configuration -> prelude + source -> cubin -> launch.
 
 A configuration is a frozen dataclass whose fields become ``#define`` lines (the prelude) in front of a plain CUDA C
-file of ``kernels/``. Own ``#include "..."`` files are inlined, so that source text, options and compiler version
-together identify a cubin; it is kept on disk under that digest (disk_cache.py), and a changed kernel is a new digest.
-Compiling needs NVRTC and the CUDA headers but no GPU; loading goes through ``cupy.RawModule``, launching through
-launch.py.
+file of ``kernels/``. Own ``#include "..."`` files are inlined, so source text, options and compiler version together
+identify a cubin. It is stored on disk under their digest (disk_cache.py); a changed kernel has a new digest. Compiling
+needs NVRTC and the CUDA headers but no GPU; loading goes through ``cupy.RawModule``, launching through launch.py.
 
 Environment: ``CUPY_DMA_CACHE_DIR`` (disk_cache.py), ``CUPY_DMA_DEBUG=1`` (prints every kernel's configuration, compile
 time, registers, spills and launch shape), ``CUDA_HOME``/``CUDA_PATH`` (headers), ``CUPY_DMA_EARLY=0`` (launch.py).
@@ -43,17 +42,17 @@ class Config:
 
     def prelude(self) -> str:
         fields = [(f.name.upper(), getattr(self, f.name)) for f in dataclasses.fields(self)]
-        size = getattr(self, "shared_bytes", None)  # of a launch; a method where that depends on its arguments
+        size = getattr(self, "shared_bytes", None)  # of a launch; a method if it depends on the launch's arguments
         return defines([*fields, ("SHARED_BYTES", size)] if isinstance(size, int) else fields)
 
     def text(self) -> str:
-        """All that the compiler reads."""
+        """The complete source text for the compiler."""
         return self.prelude() + source_text(self.source)
 
 
 @dataclass(frozen=True)
 class SourceConfig(Config):
-    """A source text that is no file of ``kernels/``; it may include those."""
+    """A source text that is not a file of ``kernels/``; it may include those."""
 
     source: ClassVar[str] = "user.cu"
     name: str  # in messages
@@ -74,7 +73,7 @@ def defines(pairs: Iterable[tuple[str, Any]]) -> str:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A cubin on disk and what the assembler said of its kernels (the largest of each number)."""
+    """A cubin on disk and the assembler's resource counts (the largest over its kernels)."""
 
     path: Path
     registers: int
@@ -180,7 +179,7 @@ def source_text(name: str) -> str:
 
 
 def inlined(name: str, text: str) -> str:
-    """A source text with the files of ``kernels/`` that it includes in their places."""
+    """A source text with the included files of ``kernels/`` inlined."""
     seen: set[str] = set()
 
     def inline(file: str, text: str) -> str:
@@ -211,8 +210,8 @@ def _options(arch: str) -> tuple[str, ...]:
 
 
 def compile(config: Config, arch: str) -> Compiled:
-    """The cubin of ``config`` for ``arch`` ("sm_80", "sm_90a", ...), from the disk cache if it is there. Its file is
-    there, too: one that has been cleared since the last call is made again."""
+    """The cubin of ``config`` for ``arch`` ("sm_80", "sm_90a", ...), from the disk cache if it is there; compiled again
+    if its file has been cleared since the last call."""
     found = _compiled(config, arch)
     if not found.path.exists():
         _compiled.cache_clear()
@@ -223,7 +222,7 @@ def compile(config: Config, arch: str) -> Compiled:
 @functools.cache
 def _compiled(config: Config, arch: str) -> Compiled:
     text = config.text()
-    headers = [_header_version(folder) for folder in find_headers()]  # their folders are among the options
+    headers = [_header_version(folder) for folder in find_headers()]  # the options name their folders
     identity = json.dumps([text, _options(arch), nvrtc_version(), headers])
     digest = hashlib.sha256(identity.encode()).hexdigest()[:24]
     name = f"{Path(config.source).stem}-{arch}-{digest}"
@@ -256,7 +255,7 @@ def _run_nvrtc(text: str, config: Config, arch: str) -> tuple[bytes, str]:
         except nvrtc.NVRTCError as error:
             raise CompileError(f"{config} does not compile for {arch} ({error}):\n"
                                f"{nvrtc.getProgramLog(program)}") from error
-        # CuPy takes the last byte off as if it ended a string; an ELF file needs it.
+        # CuPy strips the last byte as if it ended a string; an ELF file needs it.
         return nvrtc.getCUBIN(program) + b"\0", nvrtc.getProgramLog(program)
     finally:
         nvrtc.destroyProgram(program)
@@ -276,7 +275,7 @@ def arch_name(capability: int) -> str:
 
 
 def architectures() -> list[str]:
-    """What this NVRTC compiles the kernels for."""
+    """The architecture for which this NVRTC compiles the kernels."""
     nvrtc_version()  # says what is missing
     from cupy.cuda import nvrtc
 
@@ -311,10 +310,9 @@ class Kernel:
     def launch(self, grid: int, threads: int, params: bytes, stream: int, pdl: bool = True) -> None:
         """Launch ``grid`` blocks of ``threads`` threads on the raw ``stream``; ``params`` is their struct.
 
-        ``pdl``: programmatic dependent launch, where the device can do that: blocks may start while those of the kernel
-        ahead are at work, and wait. They gather where there is room then, several on the SMs that are done first;
-        without it they are spread evenly. Blocks of long work need that: PDL saves 1 us a launch, gathered blocks may
-        lose half of the kernel's speed.
+        ``pdl``: programmatic dependent launch, if the device supports it: blocks may start while the previous kernel
+        still runs, and wait. They then gather where there is room, several on the SMs that finish first; without PDL
+        they are spread evenly. PDL saves 1 us per launch, but gathered blocks of long work may run at half the speed.
         """
         if DEBUG:
             print(f"cupy_dma: {self.entry}: {grid} blocks of {threads} threads, {self.shared_bytes} bytes",
@@ -333,7 +331,7 @@ def _loaded(config: Config, entry: str, index: int) -> tuple[str, Any, Any]:
             return str(path), module, module.get_function(entry)
         except Exception:
             if path.exists():
-                raise  # else it has been cleared since
+                raise  # otherwise it has been cleared in the meantime
 
 
 @functools.cache

@@ -1,9 +1,8 @@
-"""Launches through the CUDA driver itself: with an attribute that CuPy does not have, and in less host time.
+"""Launches through the CUDA driver: with an attribute that CuPy lacks, and in less host time.
 
-The attribute is that of programmatic dependent launch (PDL): a kernel's blocks may start while the last ones of the
-kernel ahead of it in the stream are at work, and wait until that one has ended (``wait_for_earlier_kernels`` in
-kernels/common/arch.cuh). It takes an sm_90 and a driver that captures such launches into graphs, which is CUDA 12.3's.
-``CUPY_DMA_EARLY=0`` does without.
+The attribute is programmatic dependent launch (PDL): a kernel's blocks may start while the last blocks of the previous
+kernel in the stream still run, and wait until it has ended (``wait_for_earlier_kernels`` in kernels/common/arch.cuh).
+It needs an sm_90 and a driver that captures such launches into graphs (CUDA 12.3). ``CUPY_DMA_EARLY=0`` disables it.
 """
 from __future__ import annotations
 
@@ -17,13 +16,13 @@ from typing import Any
 
 from cupy_dma.arrays.driver import INVALID_CONTEXT, error_text, library
 
-# ---- what the driver reads, from cuda.h ----
+# ---- structs of cuda.h that the driver reads ----
 _CONFIG = struct.Struct("@7IPPI0P")  # CUlaunchConfig: grid and block (x, y, z), shared bytes; stream, attributes, count
-_ATTRIBUTE = struct.Struct("@I4xi60x")  # CUlaunchAttribute: its number; the value, as long as the largest of all
+_ATTRIBUTE = struct.Struct("@I4xi60x")  # CUlaunchAttribute: its number; the value, padded to the largest of the union
 _STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _PDL = ctypes.create_string_buffer(_ATTRIBUTE.pack(_STREAM_SERIALIZATION, 1), _ATTRIBUTE.size)
 _PDL_ADDRESS = ctypes.addressof(_PDL)
-CONFIG_BYTES, STREAM_WORD = _CONFIG.size, 4  # and which of its words of 8 bytes is the stream
+CONFIG_BYTES, STREAM_WORD = _CONFIG.size, 4  # STREAM_WORD: which of its 8-byte words is the stream
 _Arguments = ctypes.c_char_p * 1  # the address of each argument of a kernel
 _ZERO = ctypes.c_ubyte(0)
 _limits: dict[tuple[str, str, int], int] = {}  # of dynamic shared memory, see allow_shared
@@ -45,7 +44,7 @@ class Function:
     """A loaded kernel whose only argument is a struct. Threads may launch it at the same time."""
 
     def __init__(self, name: str, handle: int, shared_bytes: int, pdl: bool, bind: Callable[[], None]):
-        """``handle``: its CUfunction; ``pdl``: the device supports PDL; ``bind()`` gives the device's context to the
+        """``handle``: its CUfunction; ``pdl``: the device supports PDL; ``bind()`` binds the device's context to the
         calling thread."""
         self.name, self._shared_bytes, self._bind = name, shared_bytes, bind
         self._handle = ctypes.c_void_p(handle)
@@ -54,31 +53,31 @@ class Function:
 
     def launch(self, grid: int, threads: int, params: bytes, stream: int, pdl: bool = True) -> None:
         """Launch ``grid`` blocks of ``threads`` threads on the raw ``stream``; see ``jit.Kernel.launch``."""
-        # All of it is the call's own, for the interpreter runs other threads meanwhile. The attribute never changes.
+        # Everything is local to the call, because other threads may run meanwhile. The attribute is constant.
         self.launch_at(self.config(grid, threads, pdl, stream), _Arguments(params))
 
     def config(self, grid: int, threads: int, pdl: bool, stream: int = 0) -> bytes:
-        """What the driver reads of a launch besides its arguments."""
+        """The structs of a launch that the driver reads, except its arguments."""
         return _CONFIG.pack(grid, 1, 1, threads, 1, 1, self._shared_bytes, stream, _PDL_ADDRESS,
                             self._pdl_attributes if pdl else 0)
 
     def launch_at(self, config: Any, arguments: Any) -> None:
-        """Launch with what ``config`` has made, and an array of the parameters' address, both as ctypes passes them."""
+        """Launch with structs from ``config`` and an array with the parameters' address, both as ctypes passes them."""
         status = self._call(config, self._handle, arguments, None)
         if status == INVALID_CONTEXT:
             self._bind()
             status = self._call(config, self._handle, arguments, None)
         if status:
             grid, _, _, threads, *_ = _CONFIG.unpack(ctypes.string_at(config, _CONFIG.size))
-            raise RuntimeError(f"the kernel {self.name} cannot be launched ({grid} blocks of {threads} threads, "
+            raise RuntimeError(f"cannot launch the kernel {self.name} ({grid} blocks of {threads} threads, "
                                f"{self._shared_bytes} bytes of dynamic shared memory): {error_text(status)}")
 
 
 def allow_shared(function: Any, key: tuple[str, str, int], shared_bytes: int) -> None:
-    """Let launches of CuPy's ``function`` have so much dynamic shared memory.
+    """Allow launches of CuPy's ``function`` this much dynamic shared memory.
 
-    CuPy memoizes modules by path and device, so what is loaded twice by one ``key`` (path, entry, device) is one
-    function of the driver, whose limit has to be the largest that any of its launches needs.
+    CuPy memoizes modules by path and device, so loading the same ``key`` (path, entry, device) twice yields one
+    function of the driver, whose limit must be the largest that any of its launches needs.
     """
     with _limits_lock:
         limit = max(shared_bytes, _limits.get(key, 0))
@@ -92,11 +91,11 @@ def clear(pointer: int, size: int, stream: int, bind: Callable[[], None]) -> Non
 
 
 def clear_at(pointer: Any, stream: Any, size: Any, bind: Callable[[], None]) -> None:
-    """The same with arguments as ctypes passes them."""
+    """Likewise, with arguments as ctypes passes them."""
     call = library().cuMemsetD8Async
     status = call(pointer, _ZERO, size, stream)
     if status == INVALID_CONTEXT:
         bind()
         status = call(pointer, _ZERO, size, stream)
     if status:
-        raise RuntimeError(f"{size.value} bytes at {pointer.value:#x} cannot be set to zero: {error_text(status)}")
+        raise RuntimeError(f"cannot set {size.value} bytes at {pointer.value:#x} to zero: {error_text(status)}")

@@ -1,4 +1,4 @@
-"""Which kernels a call is to take, where a test, a tuning script or a user does not want the fastest ones."""
+"""Kernels that a test, a tuning script or a user asks for in place of the fastest ones."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -12,28 +12,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Overrides:
-    """None: what is fastest. Kernels that cannot take a call are not taken, whatever is asked for.
+    """None means the fastest. A kernel that cannot run a call is never used, whatever is requested.
 
     Attributes
     ----------
     hopper : bool or None
-        False: only the portable kernels. True: those of Hopper GPUs, also where others are faster.
+        False: only the portable kernels. True: those of Hopper GPUs, even if others are faster.
     decode : bool or None
-        Whether the kernel for few queries is taken.
+        Whether to use the kernel for few queries.
     tile, schedule
         Of the Hopper forward.
     one_pass : bool or None
-        Whether the Hopper backward is one pass where it need not be deterministic.
+        Whether the Hopper backward is one pass if it need not be deterministic.
     stored : bool or None
         True: in two passes of the Hopper backward over key lists, the key pass stores dS, from which the query pass
         makes its gradient (up to 2 GiB of workspace).
     parts
         Of the tiles of keys in the Hopper backward.
     counted : bool or None
-        Whether the selection is one kernel in which each key meets all others.
+        Whether the selection is one kernel that compares each key with all others.
     shared_memory : int or None
-        Bytes of shared memory that a block may have, as on another card: 163 KiB on an A100, 99 KiB on consumer cards.
-        Tiles are those of that card, and as many blocks share an SM as there.
+        Bytes of shared memory per block, as on another card: 163 KiB on an A100, 99 KiB on consumer cards. Tiles and
+        blocks per SM are those of that card.
     """
 
     hopper: bool | None = None

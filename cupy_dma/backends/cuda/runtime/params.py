@@ -10,7 +10,7 @@ from cupy_dma.arrays import ALIGNMENT
 
 
 class Ref(NamedTuple):
-    """An address in a program: ``offset`` bytes into the buffer with this number, wherever that will be."""
+    """An address in a program: ``offset`` bytes into the buffer with this number, wherever it will be allocated."""
 
     buffer: int
     offset: int = 0
@@ -46,10 +46,10 @@ def pack_pointer(pointer: Ref | int) -> Packed:
 
 
 class Params:
-    """The parameter struct ``name`` in a source ``text``, read from there so that it is written down once.
+    """The parameter struct ``name`` in a source ``text``, parsed from there so that it is defined only once.
 
-    ``pack(**fields)`` gives the by-value argument of a launch: bytes, or where a field is a ``Ref``, ``Packed``. Of an
-    array of ints the field is bytes; what they leave out is 0.
+    ``pack(**fields)`` gives the by-value argument of a launch: bytes, or ``Packed`` if a field is a ``Ref``. The field
+    of an int array is bytes; missing ones are 0.
     """
 
     _formats: ClassVar[dict[str, str]] = {"long long": "q", "int": "i", "float": "f"}
@@ -93,7 +93,7 @@ class Params:
         return self._packed([fields[name] for name in self.names])
 
     def pack_some(self, *groups: Mapping[str, Any]) -> Any:
-        """The argument with the fields of all ``groups``, later ones first; 0 for a field that none has."""
+        """The argument with the fields of all ``groups``, later ones first; missing fields are 0."""
         values = list(self._nothing)
         indices = self._indices
         for group in groups:

@@ -1,12 +1,12 @@
-"""Programs: what a call launches, built once from shapes, strides, types and options, and run at any addresses.
+"""Programs: the launches of a call, built once from shapes, strides, types and options, and run at any addresses.
 
 The functions of this backend never see memory. They get a ``Builder`` and arguments whose pointers are ``Ref``s, choose
-kernels and launch them into the builder; the ``Program`` that it becomes is kept by all that the functions look at
-(``Arguments``), and serves every later call that differs in addresses and values alone. A call fills the addresses into
+kernels and launch them into the builder. The resulting ``Program`` is cached by everything the functions look at
+(``Arguments``) and serves every later call that differs in addresses and values only. A call fills its addresses into
 the packed parameters and launches.
 
-Key lists belong to the mask of the caller, not to the call: a program asks for them (``Request``), and another program
-makes them where the mask has none yet. Everything else that a call makes is a result or lies in one workspace.
+Key lists belong to the caller's mask, not to the call: a program requests them (``Request``), and another program makes
+them if the mask has none yet. Everything else that a call makes is a result or lies in one workspace.
 """
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from cupy_dma.backends.cuda.runtime.replay import SPACING, Launches, Place
 from cupy_dma.masks.derived import kept
 from cupy_dma.masks.interval import IntervalMask
 
-MAX_PROGRAMS = 1024  # of a device; then the least recently used go
+MAX_PROGRAMS = 1024  # per device; then the least recently used are dropped
 
 _clock = itertools.count()
 
@@ -38,21 +38,21 @@ class KeptLists(NamedTuple):
 
 
 class Program:
-    """The launches of one kind of call, at the addresses of
+    """The launches of one kind of call. They run at the addresses of
 
-        arguments, lists of masks, results, what is kept for a backward if anything is, the workspace if there is one
+        arguments, lists of masks, results, data kept for a backward (if any), the workspace (if any)
     """
 
     def __init__(self, build: Builder, value: Any, keep: Collection[int] = (), places: dict[int, Place] | None = None,
                  first: int = 0, one_workspace: bool = False):
-        """``value``: what the function has returned. ``keep``: buffers that a backward may read, in one allocation.
-        ``places``: of buffers that the caller passes, by default the arguments; buffers before ``first`` that have none
-        are gone. ``one_workspace``: even where the runtime wants arrays apart, to watch them."""
+        """``value``: the function's return value. ``keep``: buffers that a backward may read, in one allocation.
+        ``places``: of buffers passed by the caller, by default the arguments; buffers before ``first`` without a place
+        no longer exist. ``one_workspace``: even if the runtime wants separate arrays, to watch them."""
         self.value, self.last_used = value, next(_clock)
         self._runtime, self.device, self._requests = build.runtime, build.device, build.requests
         places = {buffer: Place(i, 0) for i, buffer in enumerate(build.given)} if places is None else dict(places)
         results = {x.ref.buffer: (x.shape, x.dtype) for x in _arrays_in(value) if x.ref.buffer not in places}
-        #: shapes and types of what a call allocates
+        #: shapes and types of a call's allocations
         self.allocations: list[tuple[tuple[int, ...], str]] = list(results.values())
         self.results = len(results)
         for buffer in (*(request.buffer for request in build.requests), *results):
@@ -97,16 +97,16 @@ class Program:
         return sum(bytes_of(*allocation) for allocation in self.allocations[self.results:])
 
     def order(self, arrays: Iterable[Array | None]) -> list[int | None]:
-        """Which of what ``run`` gives is each of these results."""
+        """The indices of these results among those that ``run`` returns."""
         return [None if x is None else self._indices[x.ref.buffer] for x in arrays]
 
     def call(self, arguments: Arguments) -> Any:
-        """What the function returns, for these arguments."""
+        """The function's return value for these arguments."""
         made = self.run(arguments.library, list(arguments.addresses), arguments.masks)
         return _filled(self._template, made)
 
     def run(self, library: Library, addresses: list[int], masks: list[IntervalMask]) -> list[Any]:
-        """The call at these addresses, on the library's current stream: its results, and what is kept."""
+        """Run the call at these addresses, on the library's current stream. Returns its results and what it keeps."""
         stream = library.stream(self.device)
         lists = self._lists(library, masks, stream) if self._requests else None  # alive until the launch
         if lists is not None:
@@ -121,7 +121,7 @@ class Program:
         return made[:self.results + self.keeps]
 
     def run_at(self, addresses: list[int], stream: int) -> None:
-        """The call at the addresses of all that it needs, on the raw ``stream``."""
+        """Run the call at all its addresses, on the raw ``stream``."""
         self.last_used = next(_clock)
         with self._runtime.on(self.device):
             self._launches.run(self._runtime, addresses, stream)
@@ -152,7 +152,7 @@ def _arrays_in(x: Any) -> Iterator[Array]:
 
 
 def _template(x: Any, results: dict[int, int]) -> Any:
-    """What a function returned, with the number of a result in place of an array."""
+    """A function's return value, with numbers of results in place of arrays."""
     if isinstance(x, Array):
         if x.ref.buffer not in results or x.ref.offset:
             raise NotBuildable("a result that no kernel writes")
@@ -172,7 +172,7 @@ _overrides = NONE
 
 @contextmanager
 def overridden(**overrides: Any) -> Iterator[None]:
-    """Calls have programs with these ``Overrides``, for a while."""
+    """Within this context calls use programs with these ``Overrides``."""
     global _overrides
     before, _overrides = _overrides, dataclasses.replace(_overrides, **overrides)
     try:
@@ -183,7 +183,7 @@ def overridden(**overrides: Any) -> Iterator[None]:
 
 @contextmanager
 def fresh(**overrides: Any) -> Iterator[None]:
-    """The same, and programs are built anew for every call."""
+    """Likewise, and programs are built anew for every call."""
     global _kept
     before, _kept = _kept, False
     try:
@@ -194,7 +194,7 @@ def fresh(**overrides: Any) -> Iterator[None]:
 
 
 def keeps_programs() -> bool:
-    """Whether calls run programs of earlier ones, whatever these were built for."""
+    """Whether calls reuse programs, without any overrides."""
     return _kept and _overrides == NONE
 
 
@@ -204,7 +204,7 @@ def _programs(runtime: Runtime) -> dict[Any, Program]:
 
 
 def run(runtime: Runtime, function: Callable[..., Any], *arguments: Any) -> Any:
-    """``function(build, *arguments)`` by its program."""
+    """Run ``function(build, *arguments)`` as a program."""
     found = Arguments(function, arguments)
     return program_of(runtime, function, found, arguments).call(found)
 
@@ -228,7 +228,7 @@ def program_of(runtime: Runtime, function: Callable[..., Any], found: Arguments,
 
 
 def forget_least_used(programs: dict[Any, Any], most: int) -> None:
-    """An eighth of them, where there are more than ``most``."""
+    """Drop an eighth of the programs if there are more than ``most``."""
     if len(programs) > most:
         for key in sorted(list(programs), key=lambda key: programs[key].last_used)[:max(1, most // 8)]:
             programs.pop(key, None)

@@ -1,5 +1,5 @@
-"""The launches of a program: packed parameters with holes for addresses, and with the driver all else that a launch
-reads, made once."""
+"""The launches of a program: packed parameters with holes for addresses and, with the driver, everything else that a
+launch reads, made once."""
 from __future__ import annotations
 
 import ctypes
@@ -24,7 +24,7 @@ class Place(NamedTuple):
 
 
 class _Words(NamedTuple):
-    """One copy of all words that the driver reads; a call has it for itself."""
+    """One copy of all words that the driver reads, owned by a single call."""
 
     array: np.ndarray
     base: int  # its address
@@ -32,16 +32,15 @@ class _Words(NamedTuple):
 
 
 class Launches:
-    """The steps of a program. With the driver, all that it reads of a launch, its configuration and the address of its
-    parameters, stands behind the parameters in one array of words, so that filling the holes of that array is all that
-    a call has to do."""
+    """The steps of a program. With the driver, everything it reads of a launch (its configuration and the address of
+    its parameters) lies behind the parameters in one array of words, so a call only fills the holes of that array."""
 
     def __init__(self, steps: list[Launch | Clear], places: dict[int, Place], count: int):
         """``count``: addresses of a call."""
         self._steps: list[tuple[Launch | _ClearAt, int, int]] = []  # where its words begin, and its configuration's
         self._count = count
         words: list[np.ndarray] = [np.zeros(0, np.uint64)]
-        holes: list[tuple[int, int, int]] = []  # which word is which address, and how far behind it
+        holes: list[tuple[int, int, int]] = []  # word, number of the address, offset from it
         for step in _merged(steps, places):
             begin = sum(map(len, words))
             if isinstance(step, _ClearAt):
@@ -58,7 +57,7 @@ class Launches:
             config = begin + len(params.data) // 8
             self._steps.append((step, begin, config))
             function = _function_of(step.kernel)
-            if function is not None:  # behind all addresses come the stream and the address of the words
+            if function is not None:  # the stream and the address of the words follow all addresses
                 fixed = np.frombuffer(function.config(step.grid, step.threads, step.pdl), np.uint64)
                 holes += [(config + launch.STREAM_WORD, count, 0), (config + len(fixed), count + 1, 8 * begin)]
                 words += [fixed, np.zeros(1, np.uint64)]
@@ -108,7 +107,7 @@ class _ClearAt(NamedTuple):
 
 
 def _merged(steps: list[Launch | Clear], places: dict[int, Place]) -> Iterator[Launch | _ClearAt]:
-    """The steps; memory that lies close in one allocation is cleared together."""
+    """The steps; neighbouring memory of one allocation is cleared together."""
     pending: _ClearAt | None = None
     for step in steps:
         if isinstance(step, Launch):
@@ -131,7 +130,7 @@ def _merged(steps: list[Launch | Clear], places: dict[int, Place]) -> Iterator[L
 
 
 def _function_of(kernel: Any) -> launch.Function | None:
-    """What the driver launches; None for other kernels, and where launches are to be printed."""
+    """The kernel's function for the driver; None for other kernels, and if launches are to be printed."""
     return None if jit.DEBUG else getattr(kernel, "function", None)
 
 

@@ -20,7 +20,7 @@ class SumConfig(jit.Config):
 
 @dataclass(frozen=True, slots=True)
 class Axes:
-    """Over which axes of an array is summed: extents and strides, in elements; 1 and 0 of axes that are not there."""
+    """The axes to sum over: extents and strides, in elements; 1 and 0 for absent axes."""
 
     rows: int = 1  # of the result
     row: int = 0
@@ -42,7 +42,7 @@ def add_all(build: Builder, array: Array, axes: Axes, dtype: str, shape: tuple[i
 
 
 def add_parts(build: Builder, dtype: str, fields: dict[str, Any]) -> None:
-    """Writes the sums over parts: ``fields`` of ``PartParams``, results of this ``dtype``."""
+    """Launches the sums over parts: ``fields`` of ``PartParams``, results of this ``dtype``."""
     arrays = ("partial_key" in fields) + ("partial_value" in fields)
     numbers = arrays * fields["size"] // 4 + ("partial_bias" in fields) * fields["rows"] * fields["length"]
     build.launch(build.load(SumConfig(ELEMENTS[dtype]), "add_parts"), blocks(numbers, THREADS), THREADS,
@@ -50,8 +50,8 @@ def add_parts(build: Builder, dtype: str, fields: dict[str, Any]) -> None:
 
 
 def sum_to_bias(build: Builder, dbias: Array, bias: Operand, shape: tuple[int, int, int]) -> Array:
-    """float32 (B, H, Lk), of this ``shape``, summed over the axes along which the bias broadcasts, rounded once to its
-    type."""
+    """float32 (B, H, Lk), of this ``shape``, summed over the axes along which the bias broadcasts; rounded once to the
+    bias's type."""
     (batch, heads, length), (own_batch, own_heads, _, keys) = shape, bias.shape
     if (own_batch, own_heads, keys) == shape and bias.dtype == "float32":
         return dbias.reshape(bias.shape)

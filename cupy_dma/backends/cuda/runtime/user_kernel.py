@@ -1,7 +1,7 @@
-"""``cupy_dma.jit``: a kernel of the user's own, compiled and launched as this project's kernels are.
+"""``cupy_dma.jit``: a user's kernel, compiled and launched like this project's own.
 
-On a GPU it is compiled by NVRTC, kept in the disk cache, and launched on the caller's current stream. On CPU arrays it
-runs on the emulator (docs/emulator.md), which a checkout has.
+On a GPU NVRTC compiles it, the disk cache keeps it, and it is launched on the caller's current stream. With CPU arrays
+it runs on the emulator (docs/emulator.md), which is part of a checkout.
 """
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cupy_dma.arrays import Operand, describe
 from cupy_dma.backends.cuda.runtime.jit import SourceConfig
 from cupy_dma.backends.cuda.runtime.params import Params
 
-# Types behind pointers, and the arrays that they take; others are not checked.
+# Types behind pointers, and the array types that they accept; other pointers are not checked.
 _ELEMENTS = {"float": "float32", "double": "float64", "__half": "float16", "__nv_bfloat16": "bfloat16", "int": "int32",
              "long long": "int64", "unsigned char": "uint8", "bool": "bool"}
 _ENTRY = re.compile(r'extern\s+"C"\s+__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*'
@@ -25,7 +25,7 @@ _ENTRY = re.compile(r'extern\s+"C"\s+__global__\s+void\s+(?:__launch_bounds__\([
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch, checked: what ``run_kernel`` of a backend gets."""
+    """One checked launch: the argument of a backend's ``run_kernel``."""
 
     config: SourceConfig
     entry: str
@@ -94,7 +94,7 @@ def jit(source: str | Path, entry: str | None = None, *, defines: Mapping[str, i
         Dynamic shared memory of a block, ``extern __shared__ unsigned char shared_memory[];``.
     backend
         ``"cuda"`` for CUDA arrays, ``"emulator"`` for CPU arrays, in a checkout after ``import tests.emulator``; by
-        default the one that takes the arrays of the launch.
+        default the one that supports the arrays of the launch.
 
     Returns
     -------
@@ -177,7 +177,7 @@ def _backend(backend: str | None, operands: Any) -> Any:
 
 
 def run_kernel(runtime: Any, launch: Launch) -> None:
-    """On a GPU. Without PDL: threads need not wait for the kernel ahead."""
+    """On a GPU. Without PDL: user kernels need not wait for the previous kernel."""
     first = launch.operands[0]
     with runtime.on(first.device):
         runtime.load(launch.config, launch.entry, first.device.index, launch.shared_bytes).launch(

@@ -26,24 +26,24 @@ from cupy_dma.backends.cuda.runtime.configs import (
 
 def shared_memory_limit(arch: str) -> int:
     """Bytes of shared memory a block may have (CUDA C++ Programming Guide, technical specifications per compute
-    capability); what is not known yet counts as the smallest."""
+    capability); the smallest for unknown ones."""
     kib = {"sm_80": 163, "sm_87": 163, "sm_90a": 227, "sm_100": 227, "sm_101": 227, "sm_103": 227, "sm_110": 227}
     return 1024 * kib.get(arch, 99)
 
 
 def _aligned(head_dim: int, dtype: str) -> bool:
-    """Whether rows of contiguous arrays are read in pieces of 16 bytes."""
+    """Whether rows of contiguous arrays are read 16 bytes at a time."""
     return head_dim * ELEMENT_BYTES[ELEMENTS[dtype]] % 16 == 0
 
 
 def usual_configs(head_dims: tuple[int, ...] = (64, 128), dtypes: tuple[str, ...] = ("float16", "bfloat16"),
                   groups: tuple[int, ...] = (1, 2, 4), shared_limit: int = 99 * 1024) -> list[jit.Config]:
-    """The kernels that ordinary calls need. Key scores are specialised in the number of heads: compiled when called."""
+    """The kernels of ordinary calls. Key scores are specialised in the number of heads and compiled when called."""
     configs: list[jit.Config] = [LayoutConfig(element=element) for element in ELEMENTS.values()]
     configs += [SelectConfig(*flags) for flags in itertools.product((False, True), repeat=2)]
     configs += [DocumentConfig(kind) for kind in ("int", "long long")]
     configs.append(LifetimesConfig(causal=False))
-    configs.append(ListConfig(causal=False, block_n=64))  # of lists for tiles, whatever their blocks
+    configs.append(ListConfig(causal=False, block_n=64))  # of lists per tile, whatever their block size
     for head_dim in head_dims:
         tiles = {dtype: tile_shape(head_dim, shared_limit, size=ELEMENT_BYTES[ELEMENTS[dtype]]) for dtype in dtypes}
         configs += [ListConfig(causal=False, block_n=tile.block_n) for tile in tiles.values()]
@@ -61,7 +61,7 @@ def usual_configs(head_dims: tuple[int, ...] = (64, 128), dtypes: tuple[str, ...
 
 def hopper_configs(head_dims: tuple[int, ...] = (64, 128), dtypes: tuple[str, ...] = ("float16", "bfloat16"),
                    groups: tuple[int, ...] = (1, 2, 4)) -> list[jit.Config]:
-    """The kernels of ``kernels/sm90`` for the same calls; masks of few keys still go to the portable ones."""
+    """The kernels of ``kernels/sm90`` for the same calls; masks of few keys still use the portable ones."""
     configs: list[jit.Config] = []
     elements = [ELEMENTS[dtype] for dtype in dtypes if ELEMENT_BYTES[ELEMENTS[dtype]] == 2]
     for kind, keys, causal, bias in (("contiguous", "KEYS_CONTIGUOUS", True, BIAS_NONE),
@@ -76,7 +76,7 @@ def hopper_configs(head_dims: tuple[int, ...] = (64, 128), dtypes: tuple[str, ..
                     configs.append(ListConfig(causal=False, block_n=tile.block_n))
                 served = [(element, heads) for heads in sorted({heads_per_tile(group) for group in groups})
                           for element in elements]
-                # The last tiles without a mask, and all of few queries under causality or over long lists, are split.
+                # Split are: the last tiles without a mask, all tiles of few queries under causality or over long lists.
                 splits = kind == "contiguous" or kind == "intervals" and keys == "KEYS_LISTED"
                 configs += [sm90.HopperForwardConfig(
                     element=element, head_dim=head_dim, heads=heads, **tile._asdict(), keys=keys, causal=causal,
@@ -91,7 +91,7 @@ def hopper_configs(head_dims: tuple[int, ...] = (64, 128), dtypes: tuple[str, ..
 
 def decode_configs(head_dims: tuple[int, ...] = (64, 128), dtypes: tuple[str, ...] = ("float16", "bfloat16"),
                    groups: tuple[int, ...] = (1, 2, 4), clusters: bool = False) -> list[jit.Config]:
-    """The step of the decode cache, with ``clusters`` also that of few heads."""
+    """The step of the decode cache; with ``clusters`` also that for few heads."""
     configs: list[jit.Config] = []
     for head_dim, group, dtype in itertools.product(head_dims, groups, dtypes):
         rows, sets = split.rows_of_group(group, head_dim, head_dim, dtype)

@@ -1,4 +1,4 @@
-"""Selections as masks: within documents, and of one set of keys for all queries (``kernels/select/documents.cu``)."""
+"""Selections within documents, and of one set of keys for all queries, as masks (``kernels/select/documents.cu``)."""
 from __future__ import annotations
 
 from cupy_dma import checks

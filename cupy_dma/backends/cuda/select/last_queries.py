@@ -1,6 +1,6 @@
 """The keys that the last few queries of a long history see under prefix top-w (SPEC section 3), from the scores alone.
 
-``kernels/select/last_queries_top_w.cu``; without a mask over the history.
+See ``kernels/select/last_queries_top_w.cu``. No mask over the history is made.
 """
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cupy_dma.backends.cuda.runtime.builder import Array, Builder
 from cupy_dma.backends.cuda.runtime.configs import blocks
 from cupy_dma.backends.cuda.runtime.params import Ref
 
-# As in the kernel file.
+# As in the kernel file:
 DIGIT_BITS, COLLECT_KEYS, MAX_CHUNKS = 11, 4096, 1024
 THREADS = {"narrow": 512, "collect": 1024}
 RANGE_WORDS = 6
@@ -27,8 +27,8 @@ class LastQueriesConfig(jit.Config):
 
 @dataclass(frozen=True)
 class KeyList:
-    """Keys that the queries of a call see, of each kv head: ``list (B * Hkv, count)`` int32 and, entry by entry, the
-    positions that see them, ``interval (B * Hkv, count, 2)`` int32 (None: all)."""
+    """The keys that a call's queries see, per kv head: ``list (B * Hkv, count)`` int32, and for each entry the
+    positions that see it, ``interval (B * Hkv, count, 2)`` int32 (None: all)."""
 
     count: int
     list: Array
@@ -37,15 +37,15 @@ class KeyList:
 
 
 def select_last(build: Builder, scores: Operand, window: int, queries: int, sets: int) -> KeyList:
-    """The keys that the last ``queries`` positions see of ``scores (B, Hkv, Lk)`` float32, and ``sets`` tickets a row
-    for the attention. There are more than ``window`` keys up to the first of them."""
+    """The keys that the last ``queries`` positions see of ``scores (B, Hkv, Lk)`` float32, and ``sets`` tickets per row
+    for the attention. Up to the first of these positions there are more than ``window`` keys."""
     batch, kv_heads, keys = scores.shape
     rows, length = batch * kv_heads, keys - queries + 1
     chunk, shifts = plan(length)
     chunks, passes = blocks(length, chunk), len(shifts)
     count = window + queries - 1
     intervals = queries > 1
-    # In one allocation each: what must be zero, and the rest, arrays of 8 bytes first.
+    # Two allocations: what must be zero, and the rest, arrays of 8-byte elements first.
     ranges = build.zeros((rows * (RANGE_WORDS + 1 + sets + (passes << DIGIT_BITS)),), "int32").ref
     survivors = build.empty((rows * (2 * chunks * chunk + chunks),), "int32").ref
     kept = build.empty((batch, kv_heads, count), "int32")
@@ -69,14 +69,14 @@ def select_last(build: Builder, scores: Operand, window: int, queries: int, sets
 
 
 def last_keys(build: Builder, scores: Operand, window: int) -> Array:
-    """The ``window`` best of more keys, those that the last of their positions sees: int32 ``(B, Hkv, window)`` in any
-    order, of ``scores (B, Hkv, Lk)`` float32."""
+    """The ``window`` best of more keys, as seen by the last position: int32 ``(B, Hkv, window)`` in any order, of
+    ``scores (B, Hkv, Lk)`` float32."""
     return select_last(build, scores, window, 1, 0).list
 
 
 @functools.lru_cache(maxsize=1024)
 def plan(length: int) -> tuple[int, tuple[int, ...]]:
-    """Keys of a chunk, and the shift of each pass's digit in bits; no passes where ``collect`` can take all keys."""
+    """Keys of a chunk, and the shift of each pass's digit in bits; no passes if ``collect`` can take all keys."""
     chunk = COLLECT_KEYS * max(1, blocks(length, COLLECT_KEYS * MAX_CHUNKS))
     if length <= COLLECT_KEYS:
         return chunk, ()

@@ -9,7 +9,7 @@ from cupy_dma.backends.cuda.runtime.builder import Array, Builder
 from cupy_dma.backends.cuda.runtime.configs import ARRIVALS, SELECT_THREADS, SelectConfig, blocks
 from cupy_dma.masks.windows import Window, clipped, widest
 
-MAX_HEADS = 128  # with windows of their own, as in the kernel file
+MAX_HEADS = 128  # with a window each, as in the kernel file
 
 
 def selection_chunk(length: int) -> int:
@@ -18,7 +18,8 @@ def selection_chunk(length: int) -> int:
 
 
 def counts_pairs(rows: int, length: int) -> bool:
-    """Whether each key meets all others in one kernel, instead of three with less work (docs/lab/selection.md)."""
+    """Whether one kernel compares each key with all others, in place of three kernels with less work
+    (docs/lab/selection.md)."""
     return length <= 1024 or (length <= 4096 and rows * length**2 <= 2**27)
 
 
@@ -33,8 +34,8 @@ def prefix_stop(build: Builder, scores: Operand, window: Window, padding: Operan
 
 def prefix_run(build: Builder, scores: Operand, window: Window, padding: Operand | None,
                document: Operand | None) -> tuple[Array, Array]:
-    """The same behind the first position that keeps a key, its own: int32 ``(Lk)``, written on the way, for a launch of
-    its own costs 2 us and the host 11. ``scores`` are not empty."""
+    """Start, each key's own position, int32 ``(Lk)``, and the stop of ``prefix_stop``. One kernel writes both: another
+    launch costs 2 us, the host 11. ``scores`` are not empty."""
     start, stop = build.empty(scores.shape[2:], "int32"), build.empty(scores.shape, "int32")
     _select(build, scores, window, padding, document, stop, start)
     return start, stop
@@ -63,7 +64,7 @@ def _select(build: Builder, scores: Operand, window: Window, padding: Operand | 
         chunk = selection_chunk(length)
         chunks = blocks(length, chunk)
         capacity = min(window, chunk)
-        # Per chunk: local, kept and arrivals of 8 bytes an entry, two counts of 4.
+        # Per chunk: local, kept and arrivals take 8 bytes an entry, two counts take 4.
         local = build.empty((rows * chunks * (2 * (capacity + window + chunk) + 2),), "int32").ref
         kept = local + 8 * rows * chunks * capacity
         arrivals = kept + 8 * rows * chunks * window
@@ -72,7 +73,7 @@ def _select(build: Builder, scores: Operand, window: Window, padding: Operand | 
                    "arrival_count": kept_count + 4 * rows * chunks, "chunk": chunk, "chunks": chunks,
                    "local_capacity": capacity}
         filters, sweeps = rows * chunks, rows * chunks * blocks(chunk, ARRIVALS)
-        # Each of these blocks can have an SM of its own, but not beside those ahead (35 us for 29).
+        # Each of these blocks can have an SM to itself, but not beside the blocks ahead (35 us instead of 29).
         gathers = sweeps <= build.num_sms < filters + sweeps
         launches = [("local_top", filters if chunks > 1 else 0, True), ("filter_arrivals", filters, True),
                     ("sweep_arrivals", sweeps, not gathers)]

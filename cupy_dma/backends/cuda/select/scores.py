@@ -17,7 +17,7 @@ from cupy_dma.backends.cuda.runtime.configs import (
     blocks,
 )
 
-#: The fields of ``ScoreBackwardParams`` for the results.
+#: The names of the results in ``ScoreBackwardParams``.
 _RESULTS = {"value": "dvalue", "dt_proj": "ddt_proj", "A": "dA", "dt_bias": "ddt_bias"}
 
 
@@ -63,7 +63,7 @@ def key_scores_backward(build: Builder, dscores: Operand, value: Operand, dt_pro
             params = jit.params(config.source, "ScoreBackwardParams").pack(weight_blocks=weight_blocks, **fields)
             build.launch(build.load(config, entry), weight_blocks + others, SCORE_THREADS, params, pdl)
 
-    # Its blocks, of long work, would gather behind those of key_scores (100 us for 71).
+    # Its blocks have long work and would gather behind those of key_scores with PDL (100 us instead of 71).
     launch("score_gradients", batch * slices * channel_blocks,
            batch * key_blocks * channel_blocks * ("value" in made), pdl=False)
     launch("add_score_gradients", blocks(kv_heads * channels, SCORE_THREADS),
@@ -72,13 +72,13 @@ def key_scores_backward(build: Builder, dscores: Operand, value: Operand, dt_pro
 
 
 def _slice_keys(keys: int) -> int:
-    """Of how many ``keys`` a block sums up the gradient of weights: about as long as the sums over slices take then."""
+    """Keys per block for the gradient of weights, so that its slices and the sums over them take about equally long."""
     return min(SCORE_MAX_SLICE, 32 * max(1, blocks(math.isqrt(2 * keys), 32)))
 
 
 def with_known_types(value: Operand, dt_proj: Operand, A: Operand,
                      dt_bias: Operand | None) -> tuple[Operand, Operand, Operand | None]:
-    """Parameters in types that the kernels know: ``A`` and ``dt_bias`` in the same."""
+    """Parameters in types that the kernels support: ``A`` and ``dt_bias`` share one."""
     if value.dtype not in ELEMENTS:
         raise TypeError(f"value must be float16, bfloat16 or float32 on CUDA, got {value.dtype}")
     if A.dtype not in ELEMENTS or dt_bias is not None and dt_bias.dtype != A.dtype:
@@ -94,7 +94,7 @@ def as_float32(operand: Operand) -> Operand:
 
 
 def _added(dvalue: Operand | None) -> dict[str, Any]:
-    """The gradient of value that is already there, which value_gradient adds."""
+    """The existing gradient of value, which value_gradient adds."""
     if dvalue is None:
         return {"dvalue_in": 0, "in_batch": 0, "in_row": 0, "in_head": 0}
     return {"dvalue_in": dvalue.pointer, "in_batch": dvalue.strides[0], "in_row": dvalue.strides[1],
@@ -124,6 +124,6 @@ def _run(build: Builder, value: Operand, dt_proj: Operand, A: Operand, dt_bias: 
         score=score, dscore=dscore, ddt=ddt, dA_partial=dA_partial, value_batch=value.strides[0],
         value_row=value.strides[1], value_head=value.strides[2], weight_row=dt_proj.strides[0], key_length=length,
         key_blocks=key_blocks, head_tiles=head_tiles)
-    # Behind an attention kernel blocks of many keys would gather (60 us for 52); for a step's keys 1 us counts.
+    # With PDL, blocks of many keys gather behind an attention kernel (60 us, not 52); a step's few keys gain 1 us.
     build.launch(build.load(config, "key_scores"), batch * key_blocks * head_tiles, SCORE_THREADS, params,
                  pdl=key_blocks == 1)
