@@ -1,4 +1,5 @@
 """Decoding of unbounded length in constant memory (SPEC section 7)."""
-from cupy_dma.cache.dynamic_cache import DynamicCache, KeptKeys
+from cupy_dma.cache.dynamic_cache import DynamicCache
+from cupy_dma.cache.key_cache import KeptKeys
 
 __all__ = ["DynamicCache", "KeptKeys"]

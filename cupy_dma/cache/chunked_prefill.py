@@ -25,6 +25,7 @@ from typing import Any
 
 from cupy_dma.arrays import Operand
 from cupy_dma.cache.distances import places, spread_rows
+from cupy_dma.cache.record import PrefixStop, top_stops
 from cupy_dma.cache.slots import flagged_first, index, needed, refreshed, rows
 from cupy_dma.cache.snapshot import SAVED, copied, copy_rows
 from cupy_dma.cache.state import CacheState, ExtendCall
@@ -33,9 +34,7 @@ from cupy_dma.calls.sequences import Sequences, sequences_of
 from cupy_dma.calls.types import AttentionCall, key_bias
 from cupy_dma.masks.documents import runs_between
 from cupy_dma.masks.interval import NEVER, Hints, IntervalMask
-from cupy_dma.masks.windows import Window, clipped
 
-PrefixStop = Callable[[Operand, Window, Operand | None, Operand | None], Any]
 Attention = Callable[[AttentionCall], tuple[Any, Any]]
 
 
@@ -49,7 +48,7 @@ def extend_chunk(prefix_stop: PrefixStop, attention: Attention, state: CacheStat
         order = state.library.xp.argsort(state.positions.array)
         position = history.positions(_sorted(state, state.positions, order))
         score = history.scores(_sorted(state, state.scores, order))
-        top = prefix_stop(score, clipped(state.window, history.length), None, history.document)
+        top = top_stops(prefix_stop, state, score, history.document)
         found = None
         if call.query is not None:
             mask = _visible(state, history, position, top)

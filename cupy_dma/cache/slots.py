@@ -46,7 +46,8 @@ def refreshed(state: CacheState) -> CacheState:
     slot = xp.argmin(xp.where(last, where, AFTER_ALL), -1)
     spare = ~needed(state, length)
     window = state.window if state.windows is None else state.windows.array
-    found = {"lowest": xp.where(length[:, None] >= window, slot, -1),
+    room = window - state.library.astype(top, "int32").sum(-1)
+    found = {"lowest": xp.where(room > 0, -room, slot),
              "lowest_score": xp.where(xp.any(number, -1), least[..., 0], float("nan")),
              "free": xp.where(xp.any(spare, -1), xp.argmax(state.library.astype(spare, "uint8"), -1), -1)}
     return state.having({name: state.library.operand(state.library.astype(x, getattr(state, name).dtype), name)

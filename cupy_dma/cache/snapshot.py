@@ -6,6 +6,7 @@ nothing: a call that runs out of memory has changed nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import inf
 from typing import Any
 
 from cupy_dma import checks
@@ -16,27 +17,29 @@ from cupy_dma.calls.head_dims import movable
 from cupy_dma.masks.windows import Window, widest
 
 SAVED = ("key", "value", "scores", "positions", "in_top", "lengths")  # the other arrays follow from these
-NUMBERS = ("window", "sinks", "recent")
+NUMBERS = ("window", "sinks", "recent", "threshold")
 ARRAYS = (*SAVED, "lowest", "lowest_score", "free")
 OCCUPIED = "occupied"  # in the workspace: how many slots of each head may be occupied, the first ones
 
 
 def empty_state(library: Library, device: Device, dtype: str, batch: int, kv_heads: int,
-                numbers: tuple[Window, int, int], head_dim: int, value_dim: int) -> CacheState:
-    """A cache without tokens; ``numbers`` are window, sinks and recent."""
-    window, sinks, recent = numbers
+                numbers: tuple[Window, int, int, float], head_dim: int, value_dim: int) -> CacheState:
+    """A cache without tokens; ``numbers`` are window, sinks, recent and threshold."""
+    window, sinks, recent, _ = numbers
     rows, scores = widest(window) + sinks + recent, "float64" if dtype == "float64" else "float32"
 
     def make(name: str, kind: str, *shape: int, value: int = 0) -> Operand:
         return library.operand(library.full(shape, value, kind, device), name)
 
-    return CacheState(
+    found = CacheState(
         make("key", dtype, batch, kv_heads, rows, head_dim), make("value", dtype, batch, kv_heads, rows, value_dim),
         make("scores", scores, batch, kv_heads, rows), make("positions", "int64", batch, kv_heads, rows, value=-1),
         make("in_top", "uint8", batch, kv_heads, rows), make("lengths", "int64", batch),
-        make("lowest", "int32", batch, kv_heads, value=-1), make("lowest_score", scores, batch, kv_heads),
+        make("lowest", "int32", batch, kv_heads), make("lowest_score", scores, batch, kv_heads),
         make("free", "int32", batch, kv_heads), *numbers, make("tickets", "int32", batch * kv_heads + batch),
         _windows(make("windows", "int32", kv_heads), window) if isinstance(window, tuple) else None)
+    _all_room(found)
+    return found
 
 
 def _windows(empty: Operand, window: tuple[int, ...]) -> Operand:
@@ -45,11 +48,15 @@ def _windows(empty: Operand, window: tuple[int, ...]) -> Operand:
     return empty
 
 
+def _all_room(state: CacheState) -> None:
+    state.lowest.array[...] = -(state.window if state.windows is None else state.windows.array)  # type: ignore[operator]
+
+
 def forget(state: CacheState) -> None:
     """Remove all tokens, in place."""
-    for operand, value in ((state.positions, -1), (state.in_top, 0), (state.lengths, 0), (state.lowest, -1),
-                           (state.free, 0)):
+    for operand, value in ((state.positions, -1), (state.in_top, 0), (state.lengths, 0), (state.free, 0)):
         operand.array[...] = value
+    _all_room(state)
     state.workspace.pop(OCCUPIED, None)
 
 
@@ -77,29 +84,40 @@ def copied(state: CacheState, names: Iterable[str] = ARRAYS) -> CacheState:
     return state.having({name: copy(getattr(state, name)) for name in names})
 
 
+def numbers_of(state: CacheState) -> dict[str, Any]:
+    """Those that define what is kept; no threshold where none is set."""
+    return {name: getattr(state, name) for name in NUMBERS if name != "threshold" or state.threshold > -inf}
+
+
 def saved_state(state: CacheState) -> dict[str, Any]:
     """Copies of the arrays, and the numbers that define their meaning."""
     copies = copied(state, SAVED)
-    return {name: getattr(state, name) for name in NUMBERS} | {name: getattr(copies, name).array for name in SAVED}
+    return numbers_of(state) | {name: getattr(copies, name).array for name in SAVED}
 
 
 def load(state: CacheState, saved: dict[str, Any]) -> None:
     """The reverse of ``saved_state``. Raises what ``DynamicCache.load_state_dict`` documents."""
-    missing = [name for name in (*SAVED, *NUMBERS) if name not in saved]
+    numbers = numbers_of(state)
+    missing = [name for name in (*SAVED, *numbers) if name not in saved]
     if missing:
-        raise KeyError(f"saved must contain {', '.join((*SAVED, *NUMBERS))}; missing: {', '.join(missing)}")
-    for name in NUMBERS:
+        raise KeyError(f"saved must contain {', '.join((*SAVED, *numbers))}; missing: {', '.join(missing)}")
+    for name, own in numbers.items():
         number = tuple(saved[name]) if isinstance(saved[name], list) else saved[name]  # windows that JSON has kept
-        if number != getattr(state, name):
-            raise ValueError(f"saved must be of a cache with {name}={getattr(state, name)}, got {saved[name]}")
+        if number != own:
+            raise ValueError(f"saved must be of a cache with {name}={own}, got {saved[name]}")
     arrays = {name: _as_here(getattr(state, name), saved[name], f"saved[{name!r}]") for name in SAVED}
     copy_rows(refreshed(state.having(arrays)), state)
 
 
 def _as_here(here: Operand, array: Any, name: str) -> Operand:
-    """A saved array of ``here``'s shape and type, in the library and on the device of ``here``."""
+    """The same, of ``here``'s shape, too."""
+    checks.has_shape(describe(array, name), "of this cache", tuple((size,) for size in here.shape))
+    return same_kind(here, array, name)
+
+
+def same_kind(here: Operand, array: Any, name: str) -> Operand:
+    """A saved array of ``here``'s type, in its library and on its device."""
     given = describe(array, name)
-    checks.has_shape(given, "of this cache", tuple((size,) for size in here.shape))
     if given.dtype != here.dtype:
         raise TypeError(f"{name} must be {here.dtype}, got {given.dtype}")
     if (given.library.name, given.device) == (here.library.name, here.device):

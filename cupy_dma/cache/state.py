@@ -4,6 +4,7 @@ The token at position ``p`` (0, 1, 2, ... in each sequence) attends to
 
     top_w(all keys so far, window) | keys of positions < sinks | keys of positions > p - recent
 
+A key whose score is below ``threshold`` is never in the top, and takes no place of another there.
 Keys are ranked by ``(score, position)``: NaN above everything, the newest of equal scores first. A key that has left
 all three sets never returns, so ``R = window + sinks + recent`` rows hold everything that a later query can see. Kv
 heads may have windows of their own; all have the rows of the widest.
@@ -13,10 +14,10 @@ longer needed stays in its slot, with its position, until it is overwritten.
 
 Invariants between two calls, for every sequence (``p = lengths[b]`` is the next position) and kv head:
 
-- ``in_top`` marks exactly the best ``min(window, p)`` keys so far; the slots needed at ``p - 1`` hold everything that
-  is visible there, each position once;
-- ``lowest`` is the slot of the lowest-ranked key of the top, -1 while ``p < window``; ``lowest_score`` is its score
-  (undefined while there is none);
+- ``in_top`` marks exactly the best keys so far, ``window`` or all that may be in the top; the slots needed at ``p - 1``
+  hold everything that is visible there, each position once;
+- ``lowest`` is the slot of the lowest-ranked key of the top, and while there is room in the top, minus how much;
+  ``lowest_score`` is that key's score (undefined while there is room);
 - ``free`` is a slot that is not needed at ``p``, so the next token may take it whatever its score; -1 if every slot is
   needed. That happens only with ``recent == 0``, and then ``lowest`` is not a sink: the next token either replaces
   ``lowest`` or is not stored.
@@ -47,6 +48,7 @@ class CacheState:
     window: Window
     sinks: int
     recent: int
+    threshold: float  # a key with a lower score is never in the top; -inf: none has one
     tickets: Operand  # (B * Hkv + B,) int32: counters of a backend's kernels, 0 between two calls
     windows: Operand | None = None  # (Hkv,) int32: the windows, if they differ
     workspace: dict[Any, Any] = field(default_factory=dict)  # what a backend keeps between calls; never saved

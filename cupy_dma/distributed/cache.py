@@ -41,7 +41,7 @@ def fill_cache(cache: DynamicCache, key: Tensor, value: Tensor, scores: Tensor, 
     TypeError, ValueError, RankError
         As for ``DynamicCache.update`` and ``context_parallel_attention``.
     NotImplementedError
-        Values are not as wide as keys.
+        Values are not as wide as keys, or the cache records its stops.
 
     Notes
     -----
@@ -57,6 +57,8 @@ def fill_cache(cache: DynamicCache, key: Tensor, value: Tensor, scores: Tensor, 
         if state.value_dim != state.head_dim:
             raise NotImplementedError(f"cache must have values as wide as keys, got head_dim={state.head_dim} and "
                                       f"value_dim={state.value_dim}")
+        if cache._record is not None:
+            raise NotImplementedError("cache must not record its stops: no rank has the scores of all tokens")
         call = extend_call(state, None, key.detach(), value.detach(), scores.detach(), None, 0.0, None, None, False,
                            None)
         checked_candidates(key, padding, None)

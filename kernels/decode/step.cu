@@ -1,10 +1,10 @@
 // One token more for a cache that keeps, per sequence and kv head, the keys that are in the top `window` by (score,
-// position), the first `sinks` and the last `recent` positions (SPEC section 7; cupy_dma/cache/state.py): takes the token's
+// position) of those with a score of at least `threshold`, the first `sinks` and the last `recent` positions (SPEC section 7; cupy_dma/cache/state.py): takes the token's
 // key in, computes the attention of its queries over what is kept, and finds what the token after it will need.
 //
 // key        // (B, Hkv, R, HEAD_DIM) ELEMENT     score    // (B, Hkv, R) f32      lengths  // (B) int64: tokens seen
 // value      // (B, Hkv, R, VALUE_DIM) ELEMENT    position // (B, Hkv, R) int64    lowest   // (B, Hkv): slot of the top's
-// query      // (B, L, H, HEAD_DIM) ELEMENT       in_top   // (B, Hkv, R) bytes    //   lowest key, -1 while there is room
+// query      // (B, L, H, HEAD_DIM) ELEMENT       in_top   // (B, Hkv, R) bytes    //   lowest key; while there is room, minus how much
 // out        // (B, L, H, VALUE_DIM), contiguous  lse // (B, H, L) f32             free     // (B, Hkv): a slot not needed, -1
 //                                                                    lowest_score // (B, Hkv) f32: that of slot `lowest`
 //
@@ -21,8 +21,8 @@
 // A warp loads its first rows before it is known which are needed, because they take as long to come as that takes to be
 // found out; of the others only those that are needed. counts: sequences with fewer than `token` + 1 tokens take no step.
 //
-// Prelude: that of decode/split_kv.cuh, MIN_BLOCKS, ATTEND (0: there are no queries), CLUSTER, WINDOWS (a window for each
-// kv head), DELAY (of scores as biases: SPEC section 16).
+// Prelude: that of decode/split_kv.cuh, MIN_BLOCKS, ATTEND (0: there are no queries), CLUSTER, DELAY (of
+// scores as biases: SPEC section 16).
 #include "common/arch.cuh"
 #include "common/rank.cuh"
 #include "decode/split_kv.cuh"
@@ -62,11 +62,11 @@ struct StepParams {
     int count_words;  // 32-bit words of a number of counts
     int kv_heads, group, sets;   // group: query heads of a kv head, in `sets` sets
     int num_splits, split_size;  // slots of a split, a multiple of STEP
-    int slots, window, sinks, recent;
+    int slots, sinks, recent;
     int length, token;  // L, and which of them
     float scale, softcap;
-    const int* windows;  // (Hkv), with WINDOWS
-    int delay;           // with DELAY
+    float threshold;
+    int delay;  // with DELAY
 };
 
 constexpr int NO_SLOT = 2147483647;
@@ -113,7 +113,7 @@ struct Head {
     }
 
     __device__ __forceinline__ Change change() const {
-        const bool enters = lowest < 0 || ordered(score) >= ordered(lowest_score);
+        const bool enters = !(score < p.threshold) && (lowest < 0 || ordered(score) >= ordered(lowest_score));
         const int dropped = enters ? lowest : -1;
         const bool stored = enters || position < p.sinks || p.recent > 0;
         return {position, score, enters, dropped, !stored ? -1 : free >= 0 ? free : dropped};
@@ -230,8 +230,8 @@ __device__ void change_state(const StepParams& p, const Head& head, const Change
         p.position[first + change.target] = change.position;
         p.in_top[first + change.target] = change.enters;
     }
-    const int window = WINDOWS ? p.windows[head.group] : p.window;
-    p.lowest[head.pair] = change.position + 1 < window ? -1 : lowest.slot;
+    const int less_room = head.lowest + change.enters;
+    p.lowest[head.pair] = head.lowest < 0 && less_room < 0 ? less_room : lowest.slot;
     p.lowest_score[head.pair] = from_ordered(lowest.rank);
     p.free[head.pair] = lowest.free == NO_SLOT ? -1 : lowest.free;
 }

@@ -114,7 +114,7 @@ def check_invariants(state, position):
         free, lowest = state.free.array[b, g], state.lowest.array[b, g]
         assert (free == -1 and used.all()) or not used[free]
         ranks = [(scores[b, g, r], where[b, g, r], r) for r in np.flatnonzero(top[b, g])]
-        assert lowest == (min(ranks)[2] if position >= windows[g] else -1)
+        assert lowest == (min(ranks)[2] if position >= windows[g] else position - windows[g])
         assert lowest < 0 or state.lowest_score.array[b, g] == scores[b, g, lowest]
         assert free >= 0 or (state.recent == 0 and where[b, g, lowest] >= state.sinks)
 

@@ -35,6 +35,7 @@ def _step(state: CacheState, call: ExtendCall) -> tuple[Any, Any]:
     evicted = library.astype(xp.where(has_room, 0, lowest), "int64")
     real = library.full((state.batch,), True, "bool", state.device) if call.lengths is None else call.lengths.array > 0
     enters = real[:, None] & (has_room | xp.isnan(score) | (score >= state.scores.array[batch, head, evicted]))
+    enters = enters & ~(score < state.threshold)
     stored = real[:, None] & (enters | (position < state.sinks)[:, None] | (state.recent > 0))
 
     top[batch, head, evicted] = xp.where(enters & ~has_room, 0, top[batch, head, evicted])

@@ -25,7 +25,7 @@ FAULTS = [
           "if (false) take_value(", "decoding[several splits]"),
     Fault("the score kept beside the lowest key is the token's", "decode/step.cu", "from_ordered(lowest.rank);",
           "change.score;", "decoding[sinks and recent]"),
-    Fault("every kv head has the first one's window", "decode/step.cu", "p.windows[head.group]", "p.windows[0]",
+    Fault("a token takes no room in the top", "decode/step.cu", "head.lowest + change.enters", "head.lowest",
           "decoding[windows]"),
     Fault("the bias begins one position late", "decode/step.cu", "DELAY && position > now - p.delay",
           "DELAY && position >= now - p.delay", "decoding[delay]"),

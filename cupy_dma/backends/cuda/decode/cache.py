@@ -5,7 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 from cupy_dma.backends.cuda.decode.step import serves
-from cupy_dma.cache.chunked_prefill import Attention, PrefixStop, extend_chunk
+from cupy_dma.cache.chunked_prefill import Attention, extend_chunk
+from cupy_dma.cache.record import PrefixStop
 from cupy_dma.cache.state import CacheState, ExtendCall
 
 Step = Callable[[CacheState, ExtendCall], tuple[Any, Any]]

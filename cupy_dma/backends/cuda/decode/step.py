@@ -27,7 +27,6 @@ from cupy_dma.backends.cuda.runtime import jit
 from cupy_dma.backends.cuda.runtime.configs import ELEMENT_BYTES, ELEMENTS, blocks
 from cupy_dma.backends.cuda.runtime.device import LoadedKernel, Runtime
 from cupy_dma.cache.state import CacheState, ExtendCall
-from cupy_dma.masks.windows import widest
 
 STEPS = 8  # calls of up to this many tokens run token by token
 CLUSTER, CLUSTER_WARPS, CLUSTER_STEPS = 8, 8, 3  # blocks of a cluster, warps of such a block, and its BLOCK_STEPS
@@ -39,7 +38,6 @@ class StepConfig(SplitConfig):
     source = "decode/step.cu"
     attend: bool
     cluster: int  # blocks of a cluster, 1 = none
-    windows: bool = False  # whether each kv head has its own window
     delay: bool = False  # whether the bias is delayed
 
     def shared_bytes(self, num_splits: int) -> int:
@@ -90,7 +88,7 @@ def step(runtime: Runtime, state: CacheState, call: ExtendCall) -> tuple[Any, An
     kernel = _kernel(runtime, index, plan.num_splits, ELEMENTS[state.key.dtype], state.head_dim, state.value_dim,
                      rows_aligned(*operands), plan.rows, plan.warps, call.softcap > 0.0,
                      min_blocks(state.head_dim, state.value_dim, state.key.dtype, plan.rows, plan.cluster),
-                     query is not None, plan.cluster, state.windows is not None, call.bias_delay > 0)
+                     query is not None, plan.cluster, call.bias_delay > 0)
     fixed, scratch = _fixed(state, plan, heads)
     fields = {**fixed, **_moving(call)}
     if out is not None:
@@ -138,10 +136,9 @@ def cluster_split_size(slots: int) -> int:
 @functools.cache  # keyed by fields, which hash faster than a configuration
 def _kernel(runtime: Runtime, index: int, num_splits: int, element: str, head_dim: int, value_dim: int, vector: bool,
             rows: int, warps: int, softcap: bool, min_blocks: int, attend: bool, cluster: int,
-            windows: bool, delay: bool) -> LoadedKernel:
+            delay: bool) -> LoadedKernel:
     config = StepConfig(element=element, head_dim=head_dim, value_dim=value_dim, vector=vector, rows=rows, warps=warps,
-                        softcap=softcap, min_blocks=min_blocks, attend=attend, cluster=cluster, windows=windows,
-                        delay=delay)
+                        softcap=softcap, min_blocks=min_blocks, attend=attend, cluster=cluster, delay=delay)
     return runtime.load(config, "decode_step", index, config.shared_bytes(num_splits))
 
 
@@ -165,8 +162,7 @@ def _fixed(state: CacheState, plan: SplitPlan, heads: int) -> tuple[dict[str, An
             "lowest": state.lowest.pointer, "lowest_score": state.lowest_score.pointer, "free": state.free.pointer,
             "kv_heads": state.kv_heads, "group": heads // state.kv_heads, "sets": plan.sets,
             "num_splits": plan.num_splits, "split_size": plan.split_size, "slots": state.rows,
-            "window": widest(state.window), "windows": 0 if state.windows is None else state.windows.pointer,
-            "sinks": state.sinks, "recent": state.recent}
+            "sinks": state.sinks, "recent": state.recent, "threshold": state.threshold}
         if not state.library.is_capturing(state.device):
             state.workspace.update({array.name: array for array in arrays.values()} | {name: found})
     return found, list(arrays.values())

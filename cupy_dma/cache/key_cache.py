@@ -1,0 +1,269 @@
+"""What caches of kept keys have in common: their contents, their stops, copies of whole sequences, saving."""
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from math import inf, prod
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from cupy_dma import backends, checks
+from cupy_dma.arrays import describe, numpy_dtype
+from cupy_dma.cache.arguments import batch_rows, type_name
+from cupy_dma.cache.record import NAME, Record, stops
+from cupy_dma.cache.slots import AFTER_ALL, index, needed
+from cupy_dma.cache.snapshot import ARRAYS, NUMBERS, copy_rows, empty_state, forget, load, same_kind, saved_state
+from cupy_dma.cache.state import CacheState, ExtendCall
+from cupy_dma.masks.windows import Window, widest, window_of
+
+Own = TypeVar("Own", bound="KeyCache")
+
+
+class KeptKeys(NamedTuple):
+    """What a cache keeps, oldest first."""
+
+    positions: Any  # int64 (B, Hkv, R): index in the sequence, -1 after the last kept key
+    scores: Any  # float (B, Hkv, R), -inf after the last kept key
+
+
+class KeyCache:
+    """A cache of one attention layer; ``state.py`` says what it holds."""
+
+    _module: Any  # the backend
+    _backend: str | None
+    _state: CacheState
+    _record: Record | None
+
+    def _allocate(self, batch: Any, kv_heads: Any, window: Any, head_dim: Any, value_dim: Any, dtype: Any, like: Any,
+                  sinks: Any, recent: Any, record_stops: Any, backend: str | None, threshold: float = -inf) -> None:
+        """Check the constructor's arguments, and make a cache without tokens."""
+        batch, kv_heads = checks.whole(batch, "batch", 0), checks.whole(kv_heads, "kv_heads", 1)
+        window = window_of(window, kv_heads)
+        sinks, recent = checks.whole(sinks, "sinks", 0), checks.whole(recent, "recent", 0)
+        size = checks.whole(head_dim, "head_dim", 1)
+        sizes = size, size if value_dim is None else checks.whole(value_dim, "value_dim", 1)
+        for size, name in zip(sizes, ("head_dim", "value_dim")):
+            if size > 256:
+                raise ValueError(f"{name} must be 1 to 256, got {size}")
+        if (rows := widest(window) + sinks + recent) >= 2**31:
+            raise ValueError(f"window + sinks + recent must be below 2**31, got {rows}")
+        seen = describe(np.empty(0) if like is None else like, "like")
+        if dtype is None and like is not None:
+            checks.one_of_types(seen)
+        kind = type_name(dtype or ("bfloat16" if like is None else seen.dtype))
+        self._module, library, device = backends.choose(backend, (seen,)), seen.library, seen.device
+        self._backend = backend
+        if kind == "float64" and device.kind == "cuda" and backend != "numpy":
+            raise TypeError("dtype must be float16, bfloat16 or float32 on CUDA, got float64 (backend='numpy' takes "
+                            "it)")
+        self._record = Record() if checks.flag(record_stops, "record_stops") else None
+        with library.on(device):
+            numbers = window, sinks, recent, threshold
+            self._state = empty_state(library, device, kind, batch, kv_heads, numbers, *sizes)
+
+    def _take(self, call: ExtendCall) -> tuple[Any, Any]:
+        if self._record is not None:
+            with self._here():
+                self._record.append(self._state, call)
+        return self._module.cache_extend(self._state, call)
+
+    def reset(self) -> None:
+        """Remove all tokens, in place."""
+        with self._here():
+            forget(self._state)
+        if self._record is not None:
+            self._record.forget()
+
+    # ---- contents ---------------------------------------------------------------------------------------------------
+
+    @property
+    def batch(self) -> int:
+        """``B``: sequences."""
+        return self._state.batch
+
+    @property
+    def kv_heads(self) -> int:
+        """``Hkv``."""
+        return self._state.kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """``D`` of queries and keys."""
+        return self._state.head_dim
+
+    @property
+    def window(self) -> Window:
+        """``w``: highest-scored keys that are kept; a tuple if it differs between kv heads."""
+        return self._state.window
+
+    @property
+    def sinks(self) -> int:
+        """First tokens that are kept as well."""
+        return self._state.sinks
+
+    @property
+    def recent(self) -> int:
+        """Last tokens that are kept as well."""
+        return self._state.recent
+
+    @property
+    def length(self) -> Any:
+        """int64 array ``(B,)``: tokens added to each sequence so far (a copy)."""
+        with self._here():
+            return self._export(self._state.lengths.array + 0)
+
+    @property
+    def positions(self) -> Any:
+        """int64 array ``(B, Hkv, R)``: index in its sequence of the token in each slot, -1 where the last token sees
+        none. The order is arbitrary; see ``kept``."""
+        with self._here():
+            return self._export(self._kept_positions())
+
+    def kept(self) -> KeptKeys:
+        """Positions and scores of the keys that each sequence's last token sees, oldest first; for analysis."""
+        state, xp = self._state, self._state.library.xp
+        with self._here():
+            where = self._kept_positions()
+            order = xp.argsort(xp.where(where < 0, AFTER_ALL, where))
+            score = xp.where(where < 0, -float("inf"), state.scores.array)
+            batch, head = index(state, state.batch)[:, None, None], index(state, state.kv_heads)[:, None]
+            return KeptKeys(*(self._export(array[batch, head, order]) for array in (where, score)))
+
+    def _kept_positions(self) -> Any:
+        """Positions of the keys that the last token sees, -1 elsewhere."""
+        state = self._state
+        return state.library.xp.where(needed(state, state.lengths.array - 1), state.positions.array, -1)
+
+    def stops(self) -> Any:
+        """What the cache has evicted: for every key the first position that did not see it.
+
+        Returns
+        -------
+        int32 array ``(B, Hkv, N)``
+            ``N`` is the number of tokens of the longest sequence. Key ``j`` was visible to the tokens at positions
+            ``j``, ..., ``stop - 1``; 2**31 - 1 where the last token sees it, ``j`` where none did or the sequence has
+            no token ``j``. Under ``IntervalMask.from_stop(stops)``, attention over the whole text is what the cache's
+            calls computed.
+
+        Raises
+        ------
+        RuntimeError
+            The cache was not made with ``record_stops=True``.
+
+        Notes
+        -----
+        Synchronizes.
+
+        >>> from cupy_dma import DynamicCache
+        >>> cache = DynamicCache(1, 1, window=2, head_dim=8, dtype="float32", record_stops=True)
+        >>> cache.update(*np.ones((2, 1, 5, 1, 8), np.float32), np.array([[[5, 3, 4, 1, 2.]]], np.float32))
+        >>> cache.stops()
+        array([[[2147483647,          2, 2147483647,          3,          4]]], dtype=int32)
+        """
+        if self._record is None:
+            raise RuntimeError("the cache has not recorded its stops: make it with record_stops=True")
+        with self._here():
+            return self._export(stops(self._state, self._record, self._module.prefix_stop))
+
+    @property
+    def memory_bytes(self) -> int:
+        """Size of the cache's arrays in bytes."""
+        return sum(prod(x.shape) * numpy_dtype(x.dtype).itemsize for x in
+                   (getattr(self._state, name) for name in ARRAYS)) + (self._record.memory_bytes if self._record else 0)
+
+    def __repr__(self) -> str:
+        s = self._state
+        return (f"{type(self).__name__}(batch={s.batch}, kv_heads={s.kv_heads}, window={s.window}, "
+                f"head_dim={s.head_dim}, value_dim={s.value_dim}, dtype={s.key.dtype!r}, sinks={s.sinks}, "
+                f"recent={s.recent}, library={s.library.name!r}, device={str(s.device)!r})")
+
+    # ---- whole sequences --------------------------------------------------------------------------------------------
+
+    def reorder(self, indices: Any) -> None:
+        """Replace sequence ``b`` by the former sequence ``indices[b]``, in place: a step of beam search.
+
+        ``indices``: int32 or int64 array ``(B,)`` of the cache's library and device, or a list of ints.
+        """
+        rows = batch_rows(indices, self._state.key, self._state.batch, self._state.batch)
+        with self._here():
+            record = self._record and self._record.selected(rows)
+            copy_rows(self._state, self._state, rows)
+            self._record = record
+
+    def select_batch(self: Own, indices: Any) -> Own:
+        """A new cache of the sequences ``indices (n,)``, as for ``reorder``; they may repeat."""
+        return self._copied(batch_rows(indices, self._state.key, self._state.batch))
+
+    def clone(self: Own) -> Own:
+        """A copy that shares no memory."""
+        return self._copied(None)
+
+    def _copied(self: Own, rows: Any) -> Own:
+        s, found = self._state, self.__class__.__new__(self.__class__)
+        with self._here():
+            batch = s.batch if rows is None else int(rows.shape[0])
+            found._module, found._backend = self._module, self._backend
+            found._state = empty_state(s.library, s.device, s.key.dtype, batch, s.kv_heads,
+                                       (s.window, s.sinks, s.recent, s.threshold), s.head_dim, s.value_dim)
+            found._record = self._record and self._record.selected(rows)
+            copy_rows(s, found._state, rows)
+        return found
+
+    def __copy__(self: Own) -> Own:
+        """``clone``: two caches that share arrays would overwrite each other's tokens."""
+        return self.clone()
+
+    def __deepcopy__(self: Own, memo: dict[int, Any]) -> Own:
+        return self.clone()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a pickle holds: ``state_dict`` and the arguments that it does not imply."""
+        return {"saved": self.state_dict(), "dtype": self._state.key.dtype, "backend": self._backend}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        saved = state["saved"]
+        batch, kv_heads, _, head_dim = saved["key"].shape
+        self._allocate(batch, kv_heads, saved["window"], head_dim, saved["value"].shape[3], state["dtype"],
+                       saved["key"], saved["sinks"], saved["recent"], NAME in saved, state["backend"],
+                       saved.get("threshold", -inf))
+        self.load_state_dict(saved)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that ``load_state_dict`` needs: copies of the arrays, in the cache's library, and numbers."""
+        with self._here():
+            saved = saved_state(self._state)
+            if self._record is not None:
+                saved[NAME] = self._record.saved(self._state)
+        return {name: x if name in NUMBERS else self._export(x) for name, x in saved.items()}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Restore a saved state, in place. Arrays of another library or device are copied through the host.
+
+        Raises
+        ------
+        KeyError, TypeError, ValueError
+            Something is missing, or belongs to a cache of other sizes or types; the cache is then unchanged.
+        """
+        with self._here():
+            record = None
+            if self._record is not None:
+                if NAME not in saved:
+                    raise KeyError(f"saved must contain {NAME}: it is of a cache made without record_stops=True")
+                record = Record()
+                record.load(same_kind(self._state.scores, saved[NAME], f"saved[{NAME!r}]").array)
+            load(self._state, saved)
+            self._record = record
+
+    # ---- internals --------------------------------------------------------------------------------------------------
+
+    def _copy_from(self, other: KeyCache) -> None:
+        """Hold what ``other`` holds, a cache of the same sizes, type and device, in place. Nothing is allocated."""
+        with self._here():
+            copy_rows(other._state, self._state)
+            self._record = other._record and other._record.selected()
+
+    def _here(self) -> AbstractContextManager:
+        return self._state.library.on(self._state.device)
+
+    def _export(self, array: Any) -> Any:
+        return self._state.library.export(array)
