@@ -28,7 +28,7 @@ class Sequences:
     key_length: int  # packed keys
     page_table: Operand | None  # int32 (B, max_pages), contiguous: physical pages; entries past the used keys are junk
     page_size: int  # 0: not paged
-    given: tuple[Any, ...]  # cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, as the caller passed them
+    given: tuple[Operand | None, ...]  # the caller's cu_seqlens_q, cu_seqlens_k, seqused_k, block_table
 
     @property
     def batch(self) -> int:
@@ -72,8 +72,7 @@ def sequences_of(q: Operand, k: Operand, cu_seqlens_q: Any, cu_seqlens_k: Any, s
         (cu_q, cu_seqlens_q), (cu_k, cu_seqlens_k), (used, seqused_k), (table, block_table))]
     if any(values is not None for values in known):
         _check_values(q, k, known, page_size, tail_padding)
-    return _made(q, cu_q, cu_k, used, table, length, page_size,
-                 tuple(None if x is None else x.array for x in (cu_q, cu_k, used, table)))
+    return _made(q, cu_q, cu_k, used, table, length, page_size)
 
 
 def known_values(operand: Operand | None, given: Any) -> Any:
@@ -130,7 +129,7 @@ def _check_pages(pages: Any, lengths: Any, page_size: int, num_pages: int) -> No
 
 
 def _made(q: Operand, cu_q: Operand, cu_k: Operand | None, used: Operand | None, table: Operand | None, length: int,
-          page_size: int, given: tuple[Any, ...]) -> Sequences:
+          page_size: int) -> Sequences:
     library, device, batch = q.library, q.device, cu_q.shape[0] - 1
     xp = library.xp
     with library.on(device):
@@ -153,7 +152,17 @@ def _made(q: Operand, cu_q: Operand, cu_k: Operand | None, used: Operand | None,
         page_table = None
         if table is not None:
             page_table = library.operand(library.contiguous(library.astype(table.array, "int32")), "block_table")
-    return Sequences(batch + 1, library.operand(bounds, "bounds"), length, page_table, page_size, given)
+    return Sequences(batch + 1, library.operand(bounds, "bounds"), length, page_table, page_size,
+                     (cu_q, cu_k, used, table))
+
+
+def sequences_in(bounds: Operand, key_length: int) -> Sequences:
+    """The sequences without pages that have these ``bounds``."""
+    first_row, _, first_key, end = bounds.array
+    used = (end - first_key)[:-1]
+    given = [bounds.library.operand(x, name) for x, name in (
+        (first_row, "cu_seqlens_q"), (first_key, "cu_seqlens_k"), (used, "seqused_k"))]
+    return Sequences(bounds.shape[1], bounds, key_length, None, 0, (*given, None))
 
 
 # ---- from positions within a paged sequence to packed ones ----

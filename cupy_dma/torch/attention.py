@@ -101,12 +101,13 @@ def attend(call: AttentionCall | DynamicCall, module: ModuleType, backend: str |
     if needs_grad(*inputs):
         return *_Attention.apply(call, module, backend, given, *inputs), True
     if isinstance(call, DynamicCall):
-        return attended(call, module)
-    return *_results(call, module), True
+        out, lse, by_mask = attended(call, module)
+        return *_results(call.attention, out, lse), by_mask
+    return *_results(call, *run_attend(call, module)), True
 
 
-def _results(call: AttentionCall, module: ModuleType) -> tuple[Tensor, Tensor]:
-    out, lse = run_attend(call, module)
+def _results(call: AttentionCall, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """As the caller gets them."""
     return (out, lse) if call.sequences is None else (out[0], lse[0])
 
 
@@ -119,7 +120,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, call: AttentionCall | DynamicCall, module: ModuleType, backend: str | None,
                 given: tuple[Any, ...], *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
         own = attention_of(call, module) if isinstance(call, DynamicCall) else call
-        out, lse = _results(own, module)
+        out, lse = _results(own, *run_attend(own, module))
         recipe = call.recipe if isinstance(call, DynamicCall) else None
         mask, made = own.mask, list[Tensor]()
         ctx.made_mask = None

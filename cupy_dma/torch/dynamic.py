@@ -23,7 +23,7 @@ from cupy_dma.calls.gradients import INPUTS
 from cupy_dma.calls.layout import in_bhnd, is_bnhd
 from cupy_dma.calls.options import Options, Selection
 from cupy_dma.calls.run import attend as run_attend
-from cupy_dma.calls.run import attended, attention_of, masked
+from cupy_dma.calls.run import attended, attention_of
 from cupy_dma.calls.types import AttentionCall, DynamicCall
 from cupy_dma.masks.interval import Hints, IntervalMask
 from cupy_dma.masks.selection import selection_hints
@@ -48,7 +48,6 @@ from cupy_dma.torch.registration import (
     takes_operators,
     wide,
 )
-from cupy_dma.torch.scores import scores_by
 from cupy_dma.torch.sinks import check_sinks, delivered
 
 
@@ -105,17 +104,8 @@ def dynamic_mask_attention(query: Tensor, key: Tensor, value: Tensor, scores: Te
 def attend_dynamic(call: DynamicCall, module: ModuleType, backend: str | None, query: Tensor, key: Tensor,
                    value: Tensor, scores: Tensor | None) -> tuple[Tensor, Tensor, bool]:
     """``attend`` for a checked dynamic call on these tensors."""
-    if call.attention.sequences is None:
-        parameters = [None if x is None else x.array for x in (call.recipe or (None,) * 4)[1:4]]
-        return attend(call, module, backend, (query, key, value, scores, *parameters))
-    ranked = call.scores
-    if ranked is None:
-        assert call.recipe is not None
-        made = scores_by(call.recipe, module, backend)
-        scores, ranked = made[0], library_named("torch").operand(made, "scores")
-    with torch.no_grad():
-        attention = masked(call, ranked, module)
-    return attend(attention, module, backend, (query, key, value, scores))
+    parameters = [None if x is None else x.array for x in (call.recipe or (None,) * 4)[1:4]]
+    return attend(call, module, backend, (query, key, value, scores, *parameters))
 
 
 # ---- operators ------------------------------------------------------------------------------------------------------
@@ -191,7 +181,7 @@ def _dynamic_attention_backward(dout, dlse, out, lse, made, *arguments):
             call = given.call()
             own, module = call.attention, backends.choose(given.backend, (call.attention.query,))
             if known is not None:
-                facts, scores = entry.without_programs(known, None, [made])
+                facts, scores = entry.without_programs(known, None, [made], given.inputs)
             else:
                 hints = selection_hints(from_list(given.window), given.key.shape[1], given.keys,
                                         given.padding is not None, given.documents is not None)

@@ -24,6 +24,7 @@ from torch.nn import Parameter
 from cupy_dma import backends
 from cupy_dma.arrays import ALIGNMENT, CPU, Device, Operand, library_named, strides_of
 from cupy_dma.calls.layout import looks_like_bhnd
+from cupy_dma.calls.sequences import sequences_in
 from cupy_dma.calls.types import AttentionCall, DynamicCall
 from cupy_dma.masks.derived import forget_oldest
 from cupy_dma.masks.interval import IntervalMask
@@ -141,7 +142,8 @@ def recorded(key: CallKey | None, call: AttentionCall | DynamicCall, module: Mod
     if key is None or own.value_dim != own.head_dim or not _has_chains(module):
         return key
     # An eager call's options must be plain values, and what warns does so each time.
-    if not own_mask and (not _PLAIN.issuperset(key.facts[1]) or looks_like_bhnd(own.query, own.key)):
+    if not own_mask and (not _PLAIN.issuperset(key.facts[1])
+                         or own.sequences is None and looks_like_bhnd(own.query, own.key)):
         return key
     known = _known.get(key.facts)
     if known is None or known.runtime is not module.runtime:
@@ -164,9 +166,9 @@ def _built(key: CallKey, call: AttentionCall | DynamicCall, module: ModuleType, 
            own_mask: bool) -> Entry:
     own, form = (call.attention, call.recipe and call.recipe[4]) if isinstance(call, DynamicCall) else (call, None)
     chain = module.make_chain(call, key.grad, own_mask)
-    query, (batch, length, heads, _) = own.query.array, own.query.shape
-    results = [(torch.Size(own.query.shape), query.dtype, query.device),
-               (torch.Size((batch, heads, length)), torch.float32, query.device)]
+    query, (*batch, length, heads, _) = own.query.array, own.query.array.shape
+    results = [(query.shape, query.dtype, query.device),
+               (torch.Size((*batch, heads, length)), torch.float32, query.device)]
     facts = CallContext(None, own.options, form, module, backend)
     # Operators take copies of what a compiler has placed elsewhere.
     places = [(layout_of(x), 0) if own_mask else _place_of(x) for x in inputs if x is not None]
@@ -206,7 +208,7 @@ class _Chain(torch.autograd.Function):
                 and not _intercepted() and not dout.is_neg() and not (dlse is not None and dlse.is_neg())):
             found = backward(entry, mask, inputs, out, lse, made, dout, dlse, needed)
         if found is None:
-            facts, scores = without_programs(entry, mask, made)
+            facts, scores = without_programs(entry, mask, made, inputs)
             found = gradients(facts, Saved(*tensors[:count])._replace(scores=scores), dout, dlse, needed)
         return None, None, None, None, *found
 
@@ -243,19 +245,24 @@ def _usable(tensors: list[Tensor]) -> tuple[list[Tensor], list[int]]:
     return tensors, addresses
 
 
-def without_programs(entry: Entry, mask: IntervalMask | None, made: Tensors) -> tuple[CallContext, Tensor | None]:
+def without_programs(entry: Entry, mask: IntervalMask | None, made: Tensors,
+                     inputs: Tensors) -> tuple[CallContext, Tensor | None]:
     """What a backward without programs needs of the call: facts, and the scores that it has made."""
-    views, scores = entry.chain.made, None
-    if views is not None:
-        def array(view: Any) -> Tensor:
-            kept = made[0]
-            assert kept is not None
-            begin = view.offset // 4
-            return kept[begin:begin + math.prod(view.shape)].view(getattr(torch, view.dtype)).view(view.shape)
+    def array(view: Any) -> Any:
+        if view is None:
+            return None
+        kept = made[0]
+        assert kept is not None
+        begin = view.offset // 4
+        return kept[begin:begin + math.prod(view.shape)].view(getattr(torch, view.dtype)).view(view.shape)
 
+    views, key = entry.chain.made, inputs[1]
+    assert key is not None
+    if views.hints is not None:
         mask = MaskArguments(array(views.start), array(views.stop), *views.hints).mask()
-        scores = None if views.scores is None else array(views.scores)
-    return entry.facts._replace(mask=mask), scores
+    bounds = array(views.bounds)
+    sequences = None if bounds is None else sequences_in(library_named("torch").operand(bounds, "bounds"), key.shape[0])
+    return entry.facts._replace(mask=mask, sequences=sequences), array(views.scores)
 
 
 # ---- operators ------------------------------------------------------------------------------------------------------

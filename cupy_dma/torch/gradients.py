@@ -148,16 +148,22 @@ def _by_operators(facts: CallContext, saved: Saved, dout: Tensor, dlse: Tensor |
     direct = [name for name in INPUTS[:4] if name in needs or name == "bias" and through_scores]
     arguments = (dout, dlse, saved.out, saved.lse)
     inputs = saved.query, saved.key, saved.value, *MaskArguments.of(facts.mask)
-    options = (saved.scores if saved.bias is None else saved.bias, *facts.options, facts.backend)
+    bias, value = saved.scores if saved.bias is None else saved.bias, saved.value
+    options = (*facts.options, facts.backend)
     if facts.sequences is None:
         nothing = dout.new_empty(0, dtype=torch.int32)  # made by the forward
-        made = operators.attention_backward(*arguments, nothing, *inputs, saved.dense, *options, True, direct)
+        made = operators.attention_backward(*arguments, nothing, *inputs, saved.dense, bias, *options, True, direct)
     else:
-        made = operators.varlen_attention_backward(*arguments, *inputs, *options, *facts.sequences.given, direct)
+        bias = bias[0] if bias is not None and bias.ndim == 3 else bias  # computed scores
+        made = operators.varlen_attention_backward(*arguments, *inputs, bias, *options,
+                                                   *[x and x.array for x in facts.sequences.given], direct)
     found = dict(zip(direct, made))
     if through_scores:
-        made = operators.key_scores_backward(found["bias"], saved.value, *saved[6:9], facts.form, facts.backend,
-                                             through_scores)
+        dscores = found["bias"]
+        if facts.sequences is not None:
+            dscores, value = dscores[None], value[None]
+        made = operators.key_scores_backward(dscores, value, *saved[6:9], facts.form, facts.backend, through_scores)
         for name, gradient in zip(through_scores, made):
+            gradient = gradient[0] if name == "value" and facts.sequences is not None else gradient
             found[name] = gradient if name not in found else found[name] + gradient
     return found

@@ -180,7 +180,7 @@ def in_rows(x: Any) -> Any:
 def as_key_bias(x: Any) -> Any:
     """16-bit scores or key biases as float32, which the kernels read; differentiable."""
     if isinstance(x, Tensor) and x.dtype in (torch.float16, torch.bfloat16) and (
-            x.ndim == 3 or x.ndim == 4 and x.shape[2] == 1) and not x.is_nested:
+            x.ndim in (2, 3) or x.ndim == 4 and x.shape[2] == 1) and not x.is_nested:
         return x.float()
     return x
 

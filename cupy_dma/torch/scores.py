@@ -51,11 +51,7 @@ def key_scores(value: Tensor, dt_proj: Tensor, A: Tensor, *, dt_bias: Tensor | N
     if takes_operators(value, dt_proj, A, dt_bias):
         return operators.key_scores(value, dt_proj, A, dt_bias, form, backend)
     recipe = recipe_of(value, dt_proj, A, dt_bias, form)
-    return scores_by(recipe, backends.choose(backend, recipe[:1]), backend)
-
-
-def scores_by(recipe: Recipe, module: ModuleType, backend: str | None) -> Tensor:
-    """The scores of a checked recipe, differentiable, by ``module``, the backend of that name."""
+    module = backends.choose(backend, recipe[:1])
     tensors = [None if x is None else x.array for x in recipe[:4]]
     if needs_grad(*tensors):
         return _KeyScores.apply(recipe, module, backend, *tensors)

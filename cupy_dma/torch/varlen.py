@@ -23,11 +23,13 @@ from cupy_dma.calls.types import AttentionCall, DynamicCall
 from cupy_dma.calls.varlen import varlen_call, varlen_dynamic_call
 from cupy_dma.masks.interval import IntervalMask
 from cupy_dma.masks.selection import selection_hints
+from cupy_dma.masks.windows import window_of
+from cupy_dma.torch import entry
 from cupy_dma.torch.attention import MASK, OPTIONS, attend, gradients_of, upstream_of
 from cupy_dma.torch.dynamic import SELECTED, attend_dynamic, packed_up, size_of_parts, unpacked
-from cupy_dma.torch.entry import nothing_made
 from cupy_dma.torch.gradients import MaskArguments
 from cupy_dma.torch.registration import (
+    as_key_bias,
     as_tensor,
     cast,
     empty_like,
@@ -58,7 +60,12 @@ def varlen_attention(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Te
     if sink_logits is not None:
         check_sinks(sink_logits, query)
     query, key, value = cast(query, key, value)
-    bias, sequences = in_rows(bias), (cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
+    bias, sequences = in_rows(as_key_bias(bias)), (cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
+    inputs = query, key, value, bias
+    known = _call_key("varlen", inputs, mask, sequences, (max_seqlen_q, max_seqlen_k), tail_padding,
+                      (causal, scale, softcap, deterministic, bias_delay, backend))
+    if known is not None and known.entry is not None:
+        return delivered(*entry.run(known, mask, inputs, sequences), return_lse, sink_logits)
     if takes_operators(query, key, value, bias, *sequences):
         sequences = _as_tensors(query, sequences)
         _check_lengths(max_seqlen_q, max_seqlen_k)
@@ -69,8 +76,12 @@ def varlen_attention(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Te
         packing = Packing(*sequences, max_seqlen_q, max_seqlen_k, tail_padding)
         call = varlen_call(query, key, value, packing, mask, bias,
                            Options(causal, scale, softcap, is_deterministic(deterministic), bias_delay))
-        out, lse, _ = attend(call, backends.choose(backend, (call.query,)), backend, (query, key, value, bias),
-                             (mask,))
+        module = backends.choose(backend, (call.query,))
+        known = entry.recorded(known, call, module, backend, inputs)
+        if known is not None and known.entry is not None:
+            out, lse = entry.run(known, mask, inputs, sequences)
+        else:
+            out, lse, _ = attend(call, module, backend, inputs, (mask,))
     return delivered(out, lse, return_lse, sink_logits)
 
 
@@ -90,13 +101,18 @@ def varlen_dynamic_mask_attention(query: Tensor, key: Tensor, value: Tensor, cu_
     if sink_logits is not None:
         check_sinks(sink_logits, query)
     query, key, value = cast(query, key, value)
-    scores, sequences = in_rows(scores), (cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
+    scores, sequences = in_rows(as_key_bias(scores)), (cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
     selection = Selection(scores, window, dt_proj, A, dt_bias, form, keys)
-    if takes_operators(query, key, value, scores, dt_proj, A, dt_bias, *sequences):
+    inputs = query, key, value, scores, dt_proj, A, dt_bias
+    windows = window if type(window) is int else window_of(window)
+    known = _call_key("varlen dynamic", inputs, None, sequences, (max_seqlen_q, max_seqlen_k), tail_padding,
+                      (windows, form, keys, causal, scale, softcap, deterministic, bias_delay, backend))
+    if known is not None and known.entry is not None:
+        return delivered(*entry.run(known, None, inputs, sequences), return_lse, sink_logits)
+    if takes_operators(*inputs, *sequences):
         sequences = _as_tensors(query, sequences)
         window, _ = selection.checked(causal)
         _check_lengths(max_seqlen_q, max_seqlen_k)
-        inputs = query, key, value, scores, dt_proj, A, dt_bias
         out, lse, _ = operators.varlen_dynamic_attention(
             *inputs, listed(window), form, keys,
             *options_of(causal, scale, softcap, deterministic, bias_delay, backend), needs_grad(*inputs), *sequences)
@@ -105,8 +121,28 @@ def varlen_dynamic_mask_attention(query: Tensor, key: Tensor, value: Tensor, cu_
         call = varlen_dynamic_call(query, key, value, packing, selection,
                                    Options(causal, scale, softcap, is_deterministic(deterministic), bias_delay))
         module = backends.choose(backend, (call.attention.query,))
-        out, lse, _ = attend_dynamic(call, module, backend, query, key, value, scores)
+        known = entry.recorded(known, call, module, backend, inputs)
+        if known is not None and known.entry is not None:
+            out, lse = entry.run(known, None, inputs, sequences)
+        else:
+            out, lse, _ = attend_dynamic(call, module, backend, query, key, value, scores)
     return delivered(out, lse, return_lse, sink_logits)
+
+
+def _call_key(kind: str, inputs: entry.Tensors, mask: Any, sequences: tuple[Any, ...], longest: tuple[Any, ...],
+              tail_padding: bool, options: tuple[Any, ...]) -> entry.CallKey | None:
+    """The key of an eager call; None where the lengths of the longest sequences are to be checked or are wrong."""
+    query_bounds, key_bounds, _, pages = sequences
+    if checks.wants_values_checked() or not isinstance(query_bounds, Tensor) or query_bounds.ndim != 1:
+        return None
+    for length, x, in_pages in zip(longest, inputs, (False, pages is not None)):
+        if length is None:
+            continue
+        if type(length) is not int or length < 0 or not isinstance(x, Tensor):
+            return None
+        if not in_pages and tail_padding is not True and length * (len(query_bounds) - 1) < len(x):
+            return None
+    return entry.call_key((*inputs, *sequences), mask, (kind, *options, tail_padding, key_bounds is query_bounds))
 
 
 def _as_tensors(like: Tensor, sequences: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -205,7 +241,7 @@ def _dynamic_attention(*arguments):
         module = backends.choose(given.backend, (call.attention.query,))
         own = attention_of(call, module)
         out, lse = run_attend(own, module)
-        return out[0], lse[0], packed_up(own, call.recipe is not None) if given.keep else nothing_made(out)
+        return out[0], lse[0], packed_up(own, call.recipe is not None) if given.keep else entry.nothing_made(out)
 
 
 def _dynamic_attention_backward(dout, dlse, out, lse, made, *arguments):

@@ -18,6 +18,7 @@ from cupy_dma.backends.cuda.attention.backward import attention_backward
 from cupy_dma.backends.cuda.attention.backward_chunks import chunk_size
 from cupy_dma.backends.cuda.attention.forward import attention
 from cupy_dma.backends.cuda.attention.problem import with_known_bias
+from cupy_dma.backends.cuda.lists.varlen import first_keys, with_own_bounds
 from cupy_dma.backends.cuda.runtime.builder import Array, Builder, GivenMask, NotBuildable
 from cupy_dma.backends.cuda.runtime.device import Runtime
 from cupy_dma.backends.cuda.runtime.program import Program, builder
@@ -28,6 +29,7 @@ from cupy_dma.backends.cuda.select.scores import key_scores, key_scores_backward
 from cupy_dma.calls.gradients import INPUTS, chain_gradients
 from cupy_dma.calls.run import attention_of
 from cupy_dma.calls.scores import Recipe
+from cupy_dma.calls.sequences import Sequences
 from cupy_dma.calls.types import AttentionBackwardCall, AttentionCall, DynamicCall, key_bias
 from cupy_dma.masks.interval import Hints, IntervalMask
 from cupy_dma.masks.selection import Candidates
@@ -44,19 +46,21 @@ class View(NamedTuple):
 
 
 class Made(NamedTuple):
-    """What a call makes and keeps: its mask, and its scores unless they are given."""
+    """What a call makes and keeps: its mask and its scores unless they are given, the bounds of packed sequences."""
 
-    start: View
-    stop: View
-    hints: Hints
-    scores: View | None
+    start: View | None = None
+    stop: View | None = None
+    hints: Hints | None = None
+    scores: View | None = None
+    bounds: View | None = None
 
 
 class Chain:
     """The programs of one kind of call.
 
     Arguments are given as the addresses, rounded down to ``ALIGNMENT``, of those of ``INPUTS`` that the call has, in
-    that order, of a dense mask, of padding and of documents; an interval mask that is given comes as itself.
+    that order, of a dense mask, of padding and of documents, of what describes packed sequences; an interval mask that
+    is given comes as itself.
     ``arrays``: the same arguments, for who watches memory.
     """
 
@@ -69,29 +73,41 @@ class Chain:
         spec, self._recipe, self._last = arguments(build, call, own_mask)
         module: Any = Building(build)
         self._attention = attention_of(spec, module) if isinstance(spec, DynamicCall) else spec
-        self._results = module.attention(self._attention)
+        results = module.attention(self._attention)
+        self._results = results if own.sequences is None else tuple([x[0] for x in results])
         self._forward = Program(build, self._results, keep=self._kept())
         self._backward: dict[Any, tuple[Program, list[int | None]] | None] = {}
         self._lock = threading.Lock()
-        self.made = self._find_made() if isinstance(call, DynamicCall) else None
+        self.made = self._find_made(isinstance(call, DynamicCall)) if grad else None
 
     def _kept(self) -> set[int]:
-        """What the forward has made and the backward may need: the scores, the mask and its lists."""
-        mask, bias = self._attention.mask, self._attention.bias
-        arrays = [] if bias is None else [bias.array]
-        if mask is not None and not isinstance(mask, GivenMask):
-            arrays += [mask._start.array, mask._stop.array]
-            arrays += [found.workspace for found in self._build.derived(mask).values()]
-        return {x.ref.buffer for x in arrays} - set(self._build.given) if self._grad else set()
-
-    def _find_made(self) -> Made | None:
+        """What the forward has made and the backward may need: scores, bounds, masks and their lists."""
         if not self._grad:
-            return None
-        mask, bias = self._attention.mask, self._attention.bias
-        assert mask is not None and bias is not None
-        start, stop, scores = (View(self._forward.places[x.array.ref.buffer].offset, x.array.shape, x.array.dtype)
-                               for x in (mask._start, mask._stop, bias))
-        return Made(start, stop, mask._hints, None if self._recipe is None else scores)
+            return set()
+        own = self._attention
+        arrays: list[Any] = [] if own.bias is None else [own.bias.array]
+        arrays += [] if own.sequences is None else [own.sequences.bounds.array]
+        masks = [] if own.mask is None else [own.mask]
+        for mask in masks:  # grows
+            if not isinstance(mask, GivenMask):
+                arrays += [mask._start.array, mask._stop.array]
+            for found in self._build.derived(mask).values():
+                if isinstance(found, IntervalMask):
+                    masks.append(found)
+                else:
+                    arrays.append(found.workspace)
+        return {x.ref.buffer for x in arrays} - set(self._build.given)
+
+    def _find_made(self, selected: bool) -> Made | None:
+        def view(x: Any) -> View:
+            return View(self._forward.places[x.array.ref.buffer].offset, x.array.shape, x.array.dtype)
+
+        own, made = self._attention, Made()
+        if selected:
+            assert own.mask is not None
+            made = Made(view(own.mask._start), view(own.mask._stop), own.mask._hints,
+                        None if self._recipe is None else view(own.bias))
+        return made if own.sequences is None else made._replace(bounds=view(own.sequences.bounds))
 
     @property
     def kept_words(self) -> int:
@@ -164,8 +180,17 @@ def arguments(build: Builder, call: AttentionCall | DynamicCall, own_mask: bool)
     """The call in a program, in the order of a chain's arguments; its recipe; and how many of them a backward has."""
     new = build.argument
     own = call.attention if isinstance(call, DynamicCall) else call
-    if own.sequences is not None:
-        raise NotBuildable("packed sequences")
+    packed = own.sequences
+    if packed is not None:
+        if packed.page_size and (isinstance(call, DynamicCall) or own.mask is not None or own.bias is not None):
+            raise NotBuildable("a mask or a bias of a paged KV cache")
+        if isinstance(call, DynamicCall) and call.keys != "prefix":
+            raise NotBuildable("one selection for all queries of packed sequences")
+
+    def sequences() -> Sequences:
+        assert packed is not None
+        return with_own_bounds(build, packed, [new(x) for x in packed.given], own.query_length)
+
     own = dataclasses.replace(own, **{name: new(getattr(own, name)) for name in ("query", "key", "value")})
     if not isinstance(call, DynamicCall):
         own = dataclasses.replace(own, bias=new(own.bias), dense=new(own.dense))
@@ -174,15 +199,21 @@ def arguments(build: Builder, call: AttentionCall | DynamicCall, own_mask: bool)
             start, stop = (Array(x.ref, x.shape, x.dtype) for x in (new(mask._start).array, new(mask._stop).array))
             mask = IntervalMask._make(build, start, stop, mask._hints)  # type: ignore[arg-type]
         last = len(build.given)
+        if packed is not None:
+            own = dataclasses.replace(own, sequences=sequences())
         return dataclasses.replace(own, mask=mask if own_mask else new(mask)), None, last
     scores, recipe = new(call.scores), None
     if call.recipe is not None:
         recipe = own.value, *(new(x) for x in call.recipe[1:4]), call.recipe[4]
     if scores is not None:
         own = dataclasses.replace(own, bias=key_bias(scores))
-    last = len(build.given)  # padding and documents are no arguments of the backward
-    padding, documents, apart = call.candidates
-    candidates = Candidates(new(padding), new(documents), apart)
+    last = len(build.given)  # padding, documents and cumulative lengths are no arguments of the backward
+    if packed is None:
+        padding, documents, apart = call.candidates
+        candidates = Candidates(new(padding), new(documents), apart)
+    else:
+        own = dataclasses.replace(own, sequences=(made := sequences()))
+        candidates = Candidates(None, first_keys(build, made), apart=True)
     return dataclasses.replace(call, attention=own, scores=scores, recipe=recipe, candidates=candidates), recipe, last
 
 

@@ -80,6 +80,16 @@ def varlen(name: str) -> Callable[[], None]:
     return elsewhere(test_varlen.test_forward, test_varlen.named(name))
 
 
+def bounds(pages: int) -> Callable[[], None]:
+    kinds = "int32", "int64", "int32"
+
+    def check() -> None:
+        with emulator.using() as device:
+            test_varlen.test_bounds_that_a_program_makes(kinds, True, pages, device)
+
+    return check
+
+
 def varlen_backward(name: str) -> Callable[[], None]:
     return elsewhere(test_varlen.test_backward, test_varlen.named(name))
 
@@ -570,6 +580,8 @@ CHECKS: dict[str, Callable[[], None]] = {
     "test_a_last_position_that_begins_a_chunk":
         elsewhere(test_strides_and_reuse.test_a_last_position_that_begins_a_chunk, 2),
     "test_a_key_of_the_last_word": test_strides_and_reuse.test_a_key_that_only_the_last_word_of_queries_sees,
+    "test_bounds": bounds(0),
+    "test_bounds[pages]": bounds(3),
     "varlen[bfloat16-none]": varlen("bfloat16-none"),
     "varlen[mask-window]": varlen("mask-window"),
     "varlen[used-per_head]": varlen("used-per_head"),

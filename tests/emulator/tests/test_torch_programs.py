@@ -1,6 +1,7 @@
 """Torch calls that run the programs of earlier ones, against calls with programs of their own."""
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Callable
@@ -548,3 +549,153 @@ def test_windows_of_more_heads_than_the_parameters_hold(device):
     scores = np.zeros((1, 129, 20), np.float32)
     with pytest.raises(NotImplementedError, match="window must be an int for more than 128 heads on CUDA, got"):
         dma.IntervalMask.top_w(scores, range(1, 130), backend="emulator")
+
+
+# ---- packed sequences -----------------------------------------------------------------------------------------------
+
+LENGTHS = [(60, 0, 57, 33), (10, 90, 3, 47), (1, 1, 1, 147)]
+
+
+def ends(lengths: Any, kind: Any = torch.int32) -> Any:
+    return torch.tensor([0, *np.cumsum(lengths)], dtype=kind)
+
+
+def draw_packed(seed: int, kind: str = "scores", **options: Any) -> list[Any]:
+    """query, key, value, and scores or the parameters of scores."""
+    made = [x.detach()[0].requires_grad_(x.requires_grad) for x in draw(seed, **options)]
+    return [*made[:3], *parameters(seed).values()] if kind == "values" else made
+
+
+def packed(kind: str, cu: Any, *inputs: Any, **options: Any) -> Any:
+    options = {"deterministic": True, "return_lse": True, "backend": "emulator"} | options
+    if kind == "scores":
+        return dma.varlen_dynamic_mask_attention(*inputs[:3], cu, cu, inputs[3], window=W, **options)
+    if kind == "values":
+        named = dict(zip(("dt_proj", "A", "dt_bias"), inputs[3:]))
+        return dma.varlen_dynamic_mask_attention(*inputs[:3], cu, cu, **named, window=W, **options)
+    mask = dma.IntervalMask.top_w(inputs[3].detach()[None], W, backend="emulator") if kind == "mask" else None
+    return dma.varlen_attention(*inputs[:3], cu, cu, mask=mask, bias=inputs[3], causal=True, **options)
+
+
+@pytest.mark.parametrize("integers", [torch.int32, torch.int64])
+@pytest.mark.parametrize("kind", ["bias", "mask", "scores", "values"])
+def test_packed_sequences(kind, integers, device, chain_runs):
+    """One program for all lengths of as many sequences."""
+    for i, lengths in enumerate(LENGTHS):
+        call = functools.partial(packed, kind, ends(lengths, integers))
+        inputs = draw_packed(i, kind)
+        found = step(call, *inputs)
+        assert chain_runs == {"forward": i + 1, "backward": i + 1}
+        with fresh():
+            same(found, step(call, *inputs))
+    assert len(entry._known) == 1
+
+
+@pytest.mark.parametrize("kind", ["bias", "mask", "scores", "values"])
+def test_packed_sequences_one_by_one(kind, device, chain_runs):
+    """Against calls of each sequence; twice, as only the second call has found a program."""
+    for seed in range(2):
+        inputs = draw_packed(seed, kind, dtype=torch.float32)
+        found = step(functools.partial(packed, kind, ends(LENGTHS[0])), *inputs)
+
+    def apart(*x: Any) -> Any:
+        results = []
+        for first, end in zip(ends(LENGTHS[0]).tolist(), ends(LENGTHS[0]).tolist()[1:]):
+            q, k, v = (y[None, first:end] for y in x[:3])
+            bias = x[3][None, :, first:end] if kind != "values" else None
+            if first == end:
+                continue
+            if kind == "scores":
+                results.append(dynamic(q, k, v, bias))
+            elif kind == "values":
+                results.append(from_values(q, k, v, *x[3:]))
+            else:  # the mask is one of the whole
+                stop = dma.IntervalMask.top_w(x[3].detach()[None], W, backend="emulator").stop[..., first:end] - first
+                mask = None if kind == "bias" else dma.IntervalMask.from_stop(stop)
+                results.append(attend(q, k, v, bias, mask=mask, causal=True))
+        return torch.cat([out[0] for out, _ in results]), torch.cat([lse[0] for _, lse in results], 1)
+
+    for x, y in zip(found, step(apart, *inputs)):
+        assert torch.allclose(x, y, rtol=1e-3, atol=1e-3)
+    assert chain_runs["forward"] >= 2
+
+
+def test_packed_sequences_of_used_keys(device, chain_runs):
+    """seqused_k, other lengths of keys, and rows behind the last sequence."""
+    for i in range(3):
+        q, k, v, s = draw_packed(i)
+        cu_q, cu_k, used = ends((30, 20 + i, 9)), ends((70, 40, 40)), torch.tensor([64, 3 + i, 40], dtype=torch.int64)
+
+        def call(*x: Any) -> Any:
+            return dma.varlen_attention(*x[:3], cu_q, cu_k, bias=x[3], causal=True, seqused_k=used,  # noqa: B023
+                                        tail_padding=True, deterministic=True, return_lse=True, backend="emulator")
+
+        found = step(call, q, k, v, s)
+        assert chain_runs == {"forward": i + 1, "backward": i + 1}
+        with fresh():
+            same(found, step(call, q, k, v, s))
+
+
+def test_a_paged_cache(device, chain_runs):
+    pages = torch.tensor([[3, 0], [1, 4], [2, 2]], dtype=torch.int32)
+    used = torch.tensor([20, 7, 16], dtype=torch.int32)
+    for i in range(3):
+        torch.manual_seed(i)
+        q, k, v = torch.randn(12, H, D), torch.randn(5, 16, HKV, D), torch.randn(5, 16, HKV, D)
+
+        def call(table: Any) -> Any:
+            return dma.varlen_attention(q, k, v, ends((4, 6, 2)), None, block_table=table,  # noqa: B023
+                                        seqused_k=used, causal=True, return_lse=True, backend="emulator")
+
+        found = call(pages)
+        assert chain_runs["forward"] == i + 1
+        with fresh():
+            same(found, call(pages))
+        same(found, call(pages.long()))  # without a program
+        assert chain_runs["forward"] == i + 1
+
+
+@pytest.mark.parametrize("kind", ["bias", "mask", "scores", "values"])
+def test_gradients_of_packed_sequences_without_programs(kind, device, chain_runs):
+    """Where a hook moves what was saved, and where autograd follows the gradient."""
+    cu = ends(LENGTHS[1])
+
+    def moved(x: Any) -> Any:
+        wider = torch.empty(*x.shape[:-1], 2 * x.shape[-1], dtype=x.dtype)[..., :x.shape[-1]]
+        return wider.copy_(x)
+
+    for _ in range(2):
+        inputs = draw_packed(1, kind, dtype=torch.float32)
+        expected = step(functools.partial(packed, kind, cu), *inputs)
+    before = dict(chain_runs)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: moved(x) if x.ndim == 3 else x):
+        found = step(functools.partial(packed, kind, cu), *inputs)
+    assert chain_runs == {"forward": before["forward"] + 1, "backward": before["backward"]}
+    for x, y in zip(found, expected):
+        assert torch.allclose(x, y, rtol=1e-4, atol=1e-4)
+
+    out, lse = packed(kind, cu, *inputs)
+    torch.manual_seed(1)
+    upstream = [torch.randn_like(out), torch.randn_like(lse)]
+    followed = torch.autograd.grad((out, lse), inputs, upstream, create_graph=True)
+    for x, y in zip(followed, expected[2:]):
+        assert torch.allclose(x, y, rtol=1e-4, atol=1e-4)
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        torch.autograd.grad(followed[0].sum(), inputs)
+
+
+def test_errors_after_good_packed_calls(device, chain_runs):
+    inputs, cu = draw_packed(0), ends(LENGTHS[0])
+    common = {"causal": True, "backend": "emulator"}
+    for _ in range(2):
+        dma.varlen_attention(*inputs[:3], cu, cu, **common, max_seqlen_q=60, max_seqlen_k=60)
+    assert chain_runs["forward"] == 2
+    for error, match, arguments, options in (
+            (ValueError, "max_seqlen_q must be at least", inputs[:3], {"max_seqlen_q": 37}),
+            (TypeError, "max_seqlen_k must be", inputs[:3], {"max_seqlen_k": 60.0}),
+            (ValueError, "max_seqlen_k must be", inputs[:3], {"max_seqlen_k": -1}),
+            (ValueError, "must be different arrays", (inputs[0][:-1], *inputs[1:3]), {}),
+            (ValueError, "cu_seqlens_q must have shape", inputs[:3], {"cu": cu[None]})):
+        given = {"cu": cu} | options
+        with pytest.raises(error, match=match):
+            dma.varlen_attention(*arguments, given["cu"], given.pop("cu"), **common, **given)

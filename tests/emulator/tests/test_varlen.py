@@ -7,7 +7,11 @@ import numpy as np
 import pytest
 
 import cupy_dma as dma
+from cupy_dma.arrays import describe
+from cupy_dma.backends.cuda.lists.varlen import with_own_bounds
+from cupy_dma.backends.cuda.runtime.program import run
 from cupy_dma.backward import varlen_attention_backward
+from cupy_dma.calls.sequences import sequences_of
 from tests.oracle import schedule_cases
 from tests.oracle import varlen_cases as cases
 
@@ -41,6 +45,30 @@ def test_forward(case):
 @pytest.mark.parametrize("case", BACKWARD + cases.SUPERS, ids=str)
 def test_backward(case):
     cases.check_backward(case, cases.run_backward(case, backend="emulator"), tf32=True)
+
+
+@pytest.mark.parametrize("pages", [0, 3])
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("kinds", [("int32", "int64", "int32"), ("int64", "int32", "int64")], ids=str)
+def test_bounds_that_a_program_makes(kinds, used, pages, device):
+    """Of more sequences than a block has threads, some of them empty, with rows behind the last one."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(0, 9, (2, 300))
+    cu_q, cu_k = (np.concatenate(([0], np.cumsum(x))).astype(kind) for x, kind in zip(lengths, kinds))
+    key_shape = (50, 4) if pages else (1, int(cu_k[-1]))
+    query, key = (describe(np.zeros((*shape, 1, 1), np.float32), "x") for shape in ((1, int(cu_q[-1]) + 5), key_shape))
+    given = (cu_q, cu_k, rng.integers(0, lengths[1] + 1).astype(kinds[2]) if used else None,
+             rng.integers(0, 50, (300, pages)).astype(np.int32) if pages else None)
+    expected = sequences_of(query, key, *given)
+
+    def make(build, *arguments):
+        found = with_own_bounds(build, expected, arguments, query.shape[1])
+        assert (found.page_table is None) == (not pages)
+        return found.bounds.array
+
+    with device.memory.session() as session:
+        made = run(device, make, *[None if x is None else session.operand(x) for x in expected.given])
+    assert np.array_equal(made, expected.bounds.array)
 
 
 def everything():

@@ -96,10 +96,13 @@ class Array:
         return Array(self.ref, shape[0] if isinstance(shape[0], tuple) else shape, self.dtype)
 
     def __getitem__(self, axes: Any) -> Array:
-        """With leading axes of size 1."""
-        if not isinstance(axes, tuple) or any(axis is not None for axis in axes):
+        """With more axes of size 1 in front, or without the one that is there (``x[0]``)."""
+        if type(axes) is int and axes == 0 and self.shape[:1] == (1,):
+            return self.reshape(self.shape[1:])
+        added = axes if isinstance(axes, tuple) else (axes,)
+        if any(axis is not None for axis in added):
             raise NotBuildable("a view of an array")
-        return self.reshape((1,) * len(axes) + self.shape)
+        return self.reshape((1,) * len(added) + self.shape)
 
 
 class GivenMask(IntervalMask):
