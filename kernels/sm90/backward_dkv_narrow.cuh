@@ -11,16 +11,15 @@ struct Consumer : ConsumerBase {
     PipelineState<2> ds;
 #endif
 
-#if STORED
-    ELEMENT* ds;  // where this lane's first row of the current step goes
-#endif
-
     using ConsumerBase::ConsumerBase;
 
 #if STORED
-    __device__ __forceinline__ void begin_stored(const KeyTile& t) {
-        const long long step = (long long)stored_tile(launch.stored, t) * (p.heads / p.kv_heads) * launch.stored.super_steps;
-        ds = launch.stored.ds + step * (BLOCK_N * STEP_QUERIES) + row(0) * STEP_QUERIES + (lane & 3) * 8;
+    // Stores dS of step `number` of the tile. Its place is computed anew: there are no registers to keep it.
+    __device__ __forceinline__ void store(const unsigned (&gradient)[QUERY_FRAGMENTS][4], int number) const {
+        const StoredDs& stored = launch.stored;
+        const int thread = thread_now() - 128, own_row = thread / 32 * 16 + thread % 32 / 4;
+        const int at = shared.meta[key_stage].stored_tile * stored.tile_steps + number;
+        store_ds(stored.ds + (long long)at * (BLOCK_N * STEP_QUERIES) + own_row * STEP_QUERIES + thread % 4 * 8, gradient);
     }
 #endif
 
@@ -107,10 +106,6 @@ struct Consumer : ConsumerBase {
         unsigned probability[QUERY_FRAGMENTS][4], gradient[QUERY_FRAGMENTS][4];
         differentiate();
         round(gradient, dp);
-#if STORED
-        store_ds(ds, gradient);
-        ds += BLOCK_N * STEP_QUERIES;
-#endif
         round(probability, s);
         if (++step == steps) {
             step = 0;
@@ -118,6 +113,8 @@ struct Consumer : ConsumerBase {
         }
 #if DQUERY
         share(gradient);
+#elif STORED
+        store(gradient, h * steps + (step == 0 ? steps : step) - 1);
 #endif
         const int stage = queries.stage;
         wait_turn();
@@ -156,9 +153,6 @@ struct Consumer : ConsumerBase {
         begin_tile(stage, meta);
 #if DQUERY
         begin_sums(meta);
-#endif
-#if STORED
-        begin_stored(meta.tile);
 #endif
         const KeyTile t = meta.tile;
         const int total = meta.all_steps;

@@ -118,12 +118,13 @@ __device__ __forceinline__ bool has_row(const KeyTileMeta& meta, int row) {
 
 #if STORED
 // Tells the query pass of a tile, by a warp.
-__device__ __forceinline__ void store_meta(const StoredDs& stored, const KeyTileMeta& meta, const KeyTile& t) {
-    const int tile = stored_tile(stored, t), lane = threadIdx.x & 31;
+__device__ __forceinline__ void store_meta(const StoredDs& stored, KeyTileMeta& meta, const KeyTile& t) {
+    const int tile = static_cast<int>(t.partial / BLOCK_N) - stored.first_tile, lane = threadIdx.x & 31;
     for (int i = lane; i < BLOCK_N; i += 32) stored.keys[tile * BLOCK_N + i] = has_row(meta, i) ? meta.index[i] : -1;
     if (lane != 0) return;
     const int first = (meta.queries.begin - t.first_query) / STEP_QUERIES;
     stored.steps[tile] = make_int2(first, first + meta.steps);
+    meta.stored_tile = tile;
 }
 #endif
 

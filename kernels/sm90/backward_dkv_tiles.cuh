@@ -62,13 +62,6 @@ struct BackwardDkvParams {
 // Where the units of a sequence begin (or of a super-tile, or of all queries: sequence 0).
 __device__ __forceinline__ int unit_of(int first_query, int sequence) { return first_query / UNIT_QUERIES + sequence; }
 
-#if STORED
-// Which tile of the launch.
-__device__ __forceinline__ int stored_tile(const StoredDs& stored, const KeyTile& t) {
-    return static_cast<int>(t.partial / BLOCK_N) - stored.first_tile;
-}
-#endif
-
 // What is known of a tile's keys.
 struct KeyTileMeta {
     int index[BLOCK_N], start[BLOCK_N], stop[BLOCK_N];
@@ -82,6 +75,9 @@ struct KeyTileMeta {
     int steps;  // of one head; END: there are no more tiles
     int part, first_step, all_steps;  // of the steps of all heads
     int first_unit;  // DQUERY: of the first query, among the head's
+#if STORED
+    int stored_tile;  // which tile of the launch it is
+#endif
 #if BITS
     unsigned live[MAX_STEPS / 32], masked[MAX_STEPS / 32];  // a bit a step, which see some pair, and not all pairs
 #endif

@@ -156,13 +156,13 @@ __device__ __forceinline__ void gather_keys(Shared& shared, int stage, const Att
 // dS of a block: of the units whose step it has.
 __device__ __forceinline__ void load_ds(Shared& shared, int stage, const BackwardDqStoredParams& launch, const QueryTile& t,
                                         const ListBlocks& blocks, int units) {
-    const int group_heads = launch.attention.heads / launch.attention.kv_heads, own_steps = blocks.steps.y - blocks.steps.x;
+    const int own_steps = blocks.steps.y - blocks.steps.x;
     barrier_expect(&shared.full[stage], __popc(units) * HEADS * UNIT_ELEMENTS * static_cast<int>(sizeof(ELEMENT)));
 #pragma unroll
     for (int i = 0; i < ROW_UNITS; ++i) {
         if ((units >> i % UNITS & 1) == 0) continue;
         const int head = t.first_head + i / UNITS, step = t.first_step + i % UNITS - blocks.steps.x;
-        const int tile_step = blocks.tile() * group_heads * launch.stored.super_steps + head * own_steps + step;
+        const int tile_step = blocks.tile() * launch.stored.tile_steps + head * own_steps + step;
         tma_load(shared.ds[stage][i], &launch.ds, &shared.full[stage], 0, tile_step * TILE_KEYS + blocks.at % TILE_KEYS, 0, 0);
     }
 }

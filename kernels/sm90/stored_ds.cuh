@@ -21,6 +21,7 @@ struct StoredDs {
     int2* steps;
     int first_tile;   // of the launch, among the tiles of all lists
     int super_steps;  // of a super-tile
+    int tile_steps;   // those of all heads of a group: as many as a tile has room for
 };
 
 // Which query of its step stands in column `column` of dS.

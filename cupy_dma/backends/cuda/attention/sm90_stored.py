@@ -99,14 +99,14 @@ def launch(build: Builder, call: AttentionBackwardCall, problem: Problem, chunks
     heads = gcd(group, ROW_UNITS)
     config = HopperBackwardDqStoredConfig(ELEMENTS[query.dtype], head_dim, heads, BLOCK_N, stages(head_dim))
     kernel = build.load(config, "backward_dq_stored", config.shared_bytes)
-    tile_rows = group * chunks.steps * TILE_KEYS
-    ds = build.empty((1, chunks.size * chunks.tiles * tile_rows, 1, STEP_QUERIES), query.dtype)
+    tile_steps = group * chunks.steps
+    ds = build.empty((1, chunks.size * chunks.tiles * tile_steps * TILE_KEYS, 1, STEP_QUERIES), query.dtype)
     keys = build.empty((chunks.size * chunks.tiles * TILE_KEYS,), "int32").ref
     steps = build.empty((chunks.size * chunks.tiles, 2), "int32").ref
     for i, first in enumerate(range(0, chunks.count, chunks.size)):
         size = min(chunks.size, chunks.count - first)
         stored = pack_pointer(ds.ref) + pack_pointer(keys) + pack_pointer(steps)
-        stored += b"".join(x.to_bytes(4, "little") for x in (first * chunks.tiles, chunks.steps))
+        stored += b"".join(x.to_bytes(4, "little") for x in (first * chunks.tiles, chunks.steps, tile_steps, 0))
         counters = tickets + 8 * i
         sm90_backward.launch_dkv(build, call, problem, "KEYS_LISTED", entries, fields, counters,
                                  sm90_backward.QuerySplits(), None, stored=(size * chunks.tiles, stored))
