@@ -1,29 +1,34 @@
 """The gradient of the queries from stored dS (kernels/sm90/stored_ds.cuh, backward_dq_stored.cu) on the CPU emulator:
-against the oracle and the query pass, in chunks, and in other orders of threads and blocks."""
+beside the oracle and the query pass, in chunks, in other orders of threads and blocks, and what must not reach it."""
 from __future__ import annotations
 
+import dataclasses
+import functools
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 
-from cupy_dma.backends.cuda.attention import sm90_backward, sm90_stored
+import cupy_dma as dma
+from cupy_dma.backends.cuda.attention import sm90_stored
 from cupy_dma.backends.cuda.runtime import program
+from tests.oracle import cases, schedule_cases, varlen_cases
 
 build = pytest.importorskip("tests.emulator.build")
 pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
 
 from tests import emulator  # noqa: E402
-from tests.emulator.tests.test_forward import BUILD  # noqa: E402
+from tests.emulator.tests.test_forward import BUILD, ORDERS, bits  # noqa: E402
 from tests.emulator.tests.test_sm90_backward import check, gradients, near  # noqa: E402
 
-
-@contextmanager
-def stored(wanted: bool | None = True, **device: Any) -> Any:
-    with (emulator.hopper_gpu(build=BUILD, **device), mock.patch.object(sm90_backward, "MIN_TILES", 0.0),
-          program.fresh(one_pass=False, stored=wanted)):
-        yield
+OPTIONS: list[dict[str, Any]] = [
+    {"head_dim": 32, "heads": (1, 1)}, {"head_dim": 64}, {"head_dim": 128, "dtype": "bfloat16", "heads": (4, 1)},
+    {"head_dim": 40, "heads": (3, 1), "length": 501}, {"head_dim": 128, "heads": (8, 2), "length": 333},
+    {"head_dim": 96, "softcap": 3.0, "heads": (6, 2)}, {"length": 900, "window": 300, "heads": (2, 2)},
+    {"queries": 300, "length": 701}, {"batch": 2, "heads": (4, 2), "length": 600, "head_dim": 16}]
 
 
 @pytest.fixture
@@ -33,24 +38,28 @@ def launched():
 
 
 @contextmanager
-def chunks_of(lists: int, **options: Any) -> Any:
-    """At most so many lists at a time."""
+def stored(wanted: bool | None = True, lists: int = 0, sms: int = 4, **device: Any) -> Iterator[None]:
+    """Gradients from stored dS, or by the query pass; at most so many ``lists`` at a time, 0: any number."""
     chosen = sm90_stored.chunks_of
-    with mock.patch.object(sm90_stored, "chunks_of", lambda *arguments: sm90_stored.dataclasses.replace(
-            chosen(*arguments), size=lists)):
+
+    def chunks_of(*arguments: Any) -> sm90_stored.Chunks:
+        found = chosen(*arguments)
+        return dataclasses.replace(found, size=min(lists, found.count)) if lists else found
+
+    with (emulator.hopper_gpu(build=BUILD, **device), schedule_cases.hopper_gradients(False),
+          schedule_cases.num_sms(sms), program.overridden(stored=wanted),
+          mock.patch.object(sm90_stored, "chunks_of", chunks_of)):
         yield
 
 
-OPTIONS: list[dict[str, Any]] = [
-    {"head_dim": 32, "heads": (1, 1)}, {"head_dim": 64}, {"head_dim": 128, "dtype": "bfloat16", "heads": (4, 1)},
-    {"head_dim": 40, "heads": (3, 1), "length": 501}, {"head_dim": 128, "heads": (8, 2), "length": 333},
-    {"head_dim": 96, "softcap": 3.0, "heads": (6, 2)}, {"length": 900, "window": 300, "heads": (2, 2)},
-    {"queries": 300, "length": 701}, {"batch": 2, "heads": (4, 2), "length": 600, "head_dim": 16}]
+def equal(found: Any, expected: Any) -> None:
+    for name, x, y in zip(found._fields, found, expected):
+        assert (x is None and y is None) or np.array_equal(bits(x), bits(y)), name
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_stored(options, launched):
-    """As the oracle, and nearly as the query pass."""
+def test_gradients(options, launched):
+    """Those of the oracle, and nearly those of the query pass."""
     with stored():
         found = gradients("emulator", **options)
     check(found, **options)
@@ -61,3 +70,108 @@ def test_stored(options, launched):
     assert not launched.called
     for ours, other in zip(found, expected):
         near(ours, other)
+
+
+@pytest.mark.parametrize("options", [
+    {"mask": "top_w_padding"}, {"mask": "window", "bias": "none", "layout": "every_other", "query_length": 350},
+    {"bias_delay": 100, "batch": 1, "heads": 2, "kv_heads": 1},
+    {"bias_delay": 10, "extremes": True, "batch": 1, "heads": 2, "kv_heads": 1}], ids=str)
+def test_masks_layouts_and_delays(options, launched):
+    """With the gradient of lse; a bias of -inf with a delay hides its key from there on."""
+    case = cases.Case("stored", **{"dtype": "float16", "batch": 2, "query_length": 300, "key_length": 350, "window": 30,
+                                   "head_dim": 64, "heads": 4, "kv_heads": 2, **options})
+    with stored():
+        cases.check_backward(case, cases.run_backward(case, backend="emulator", with_dlse=True), with_dlse=True)
+    assert launched.called
+
+
+@functools.cache
+def whole(**options: Any) -> Any:
+    with stored():
+        return gradients("emulator", **options)
+
+
+@pytest.mark.parametrize(("lists", "sms", "order"), [(1, 1, None), (2, 3, None), (4, 3, ORDERS[0]), (0, 3, ORDERS[1])])
+def test_chunks_and_orders_change_no_bit(lists, sms, order):
+    """Of four lists of three blocks each; chunks that end within the lists of a head, and with it."""
+    options = {"heads": (4, 2), "length": 500}
+    with stored(lists=lists, sms=sms, **({} if order is None else {"order": order})):
+        equal(gradients("emulator", **options), whole(**options))
+
+
+def test_as_few_chunks_as_there_is_room_for():
+    """Of equal sizes."""
+    call = dataclasses.make_dataclass("Call", ["forward"])(dataclasses.make_dataclass(
+        "Own", ["batch", "heads", "kv_heads"])(1, 16, 8))
+    fields = {"super_queries": 1024, "super_capacity": 2048, "supers": 33}
+    supers = sm90_stored.SuperLists(33 * 2048, fields, None)
+    of_list = 16 * 16 * 2 * 2 * 64 * 128  # blocks, steps, heads, bytes
+    for most, size in ((2**40, 264), (264 * of_list, 264), (264 * of_list - 1, 132), (100 * of_list, 88), (of_list, 1),
+                       (of_list - 1, 0)):
+        with mock.patch.object(sm90_stored, "MAX_STORED", most):
+            chunks = sm90_stored.chunks_of(call, supers)
+        assert (chunks.count, chunks.size, chunks.tiles, chunks.steps) == (264, size, 16, 16)
+        assert size == 0 or chunks.number == -(-264 // size)
+
+
+def test_rows_and_keys_that_do_not_count_may_hold_anything():
+    """Queries that see nothing; keys that nobody sees, or that their bias hides."""
+    rng = np.random.default_rng(1)
+    real = rng.random((1, 500)) < 0.7
+    real[:, :5] = False
+    scores = rng.standard_normal((1, 1, 500)).astype(np.float32)
+    hidden = rng.random((1, 1, 500)) < 0.2
+    bias = np.where(hidden, -np.inf, scores).astype(np.float32)
+    mask = dma.IntervalMask.top_w(scores, 60, padding=real)
+    blank = ~(mask.to_dense(500) & ~hidden[:, :, None]).any(-1)[0, 0]
+    unseen = ~real[0] | hidden[0, 0]
+    assert blank.any() and unseen.any()
+
+    def spoil(q: Any, k: Any, v: Any, dout: Any) -> None:
+        q[:, blank], dout[:, blank], k[:, unseen], v[:, unseen] = np.nan, np.inf, np.nan, np.inf
+
+    with stored():
+        clean, found = (gradients("emulator", window=0, length=500, mask=mask, bias=bias, spoil=bad)
+                        for bad in (None, spoil))
+    equal(found, clean)
+    assert not found.query[:, blank].any() and np.isfinite(found.query).all() and np.isfinite(found.key).all()
+
+
+def test_a_bad_value_reaches_the_queries_that_see_it_only():
+    def spoil(q: Any, k: Any, v: Any, dout: Any) -> None:
+        v[:, 250] = np.inf
+
+    scores = np.random.default_rng(3).standard_normal((1, 1, 500)).astype(np.float32)
+    mask = dma.IntervalMask.top_w(scores, 60)
+    sees = mask.to_dense(500)[0, 0, :, 250]
+    options: dict[str, Any] = {"window": 0, "length": 500, "mask": mask, "bias": scores}
+    with stored():
+        clean, found = (gradients("emulator", spoil=bad, **options) for bad in (None, spoil))
+    assert np.array_equal(found.query[:, ~sees], clean.query[:, ~sees])
+    assert not np.isfinite(found.query[:, sees]).all(-1).any()
+
+
+@pytest.mark.parametrize(("options", "reason"), [
+    ({"needs": ("key", "value")}, "no gradient of the queries"), ({"head_dim": 136}, "a head dim above 128"),
+    ({"window": 0, "causal": True}, "no lists of super-tiles"), ({"window": 0, "dense": "causal"}, "a dense mask")],
+    ids=str)
+def test_what_is_not_served(options, reason, launched):
+    options = {"length": 400, **options}
+    found: list[str] = []
+    chosen = sm90_stored.reasons
+
+    def reasons(*arguments: Any) -> list[str]:
+        found.extend(chosen(*arguments))
+        return found
+
+    with stored(), mock.patch.object(sm90_stored, "reasons", reasons):
+        check(gradients("emulator", **options), **options)
+    assert reason in found and not launched.called
+
+
+def test_packed_sequences_are_not_served(launched):
+    case = next(c for c in varlen_cases.SUPERS if c.name == "supers")
+    with stored():
+        found = varlen_cases.run_backward(case, backend="emulator")
+    varlen_cases.check_backward(case, found)
+    assert not launched.called
