@@ -148,8 +148,7 @@ FAULTS = [
     Fault("queries of the next super-tile are not cleared", PRODUCER,
           "__ballot_sync(ALL_LANES, !sees && first + 32 * k + lane < p.query_length)",
           "__ballot_sync(ALL_LANES, !sees && first + 32 * k + lane < end)", "sm90 backward[a bad super-tile]"),
-    Fault("keys that nobody sees are gathered", PRODUCER, "meta.start[row] < meta.stop[row] && !hidden && piece",
-          "!hidden && piece",
+    Fault("keys that nobody sees are gathered", PRODUCER, "meta.start[row] < meta.stop[row] && !hidden", "!hidden",
           "sm90 one pass[unseen keys]"),
     # ---- edges ----
     Fault("a last step that is not full is left out", PRODUCER, "(queries.end - queries.begin + BLOCK_Q - 1) / BLOCK_Q",
@@ -240,7 +239,7 @@ FAULTS = [
     Fault("the next head's dq is added behind the last one's", NARROW,
           "(last ? units * DQ_UNIT : 0)", "0", ONE_CAUSAL),
     Fault("steps do not begin with a unit of queries", PRODUCER,
-          "    if (DQUERY) queries.begin -= (queries.begin - t.first_query) % UNIT_QUERIES;", "", ONE_LISTS),
+          "    if (DQUERY || STORED) queries.begin -= (queries.begin - t.first_query) % UNIT_QUERIES;", "", ONE_LISTS),
     Fault("steps are counted from the first query that sees a key", PRODUCER,
           "max(0, (queries.end - queries.begin + BLOCK_Q - 1) / BLOCK_Q)",
           "max(0, (queries.end - find_queries(meta.start, meta.stop, t).begin + BLOCK_Q - 1) / BLOCK_Q)",
