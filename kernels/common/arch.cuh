@@ -1,5 +1,5 @@
-// Every hardware instruction the kernels use, wrapped once. With sm90/ptx.cuh, which holds what only
-// Hopper has, the only file with inline assembly.
+// Every hardware instruction that the kernels use, wrapped once. This file and sm90/ptx.cuh (Hopper only) are the only
+// ones with inline assembly.
 //
 // Tensor cores are reached through nvcuda::wmma (m16n16k16, float32 accumulation), sm_80 and later. The kernels rely
 // on the register layout of an accumulator fragment, which is opaque by contract but the same on every GPU since
@@ -64,8 +64,8 @@ __device__ __forceinline__ float exp2_fast(float x) {
 }
 
 // ---- loads that stay where they are written ----
-// ld.global.v4.u32 of 16 aligned bytes, zeros and no access unless `exists`. The compiler does not move it behind MMAs
-// and other instructions of this file: what is loaded together is under way together.
+// ld.global.v4.u32 of 16 aligned bytes; zeros and no access unless `exists`. The compiler does not move it behind MMAs
+// and other instructions of this file, so loads that are written together are in flight together.
 __device__ __forceinline__ uint4 load_16(const void* global, bool exists) {
     uint4 x;
     asm volatile("{\n\t.reg .pred exists;\n\tsetp.ne.s32 exists, %5, 0;\n\t"
@@ -95,7 +95,7 @@ __device__ __forceinline__ void copy_async_4(void* shared, const void* global, i
 
 __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Until at most `pending` of the calling thread's youngest groups are still under way.
+// Waits until at most `pending` of the calling thread's youngest groups are in flight.
 template <int pending>
 __device__ __forceinline__ void copy_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
@@ -137,25 +137,24 @@ __device__ __forceinline__ void multiply_add_half(float* c, const unsigned* a, c
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// ---- kernels one behind the other (sm_90) ----
-// Programmatic dependent launch (PDL). griddepcontrol.wait: waits until the kernel ahead in the stream has ended, which
-// had waited for those ahead of it, and what they wrote can be read. Every thread of every kernel calls this before it
-// touches global memory.
+// ---- consecutive kernels (sm_90) ----
+// Programmatic dependent launch (PDL). griddepcontrol.wait: waits until the previous kernel in the stream has ended,
+// which itself waited for its predecessor, so everything they wrote can be read. Every thread of every kernel calls
+// this before it touches global memory.
 // griddepcontrol.launch_dependents: from now on the next kernel's blocks may start, once all blocks of this kernel have
-// been here: they displace none of them, take the room that is left, and wait. It comes second, so that no third kernel
+// called it: they displace none of these, take the remaining room, and wait. It comes second, so that no third kernel
 // starts.
-// A kernel launched without PDL (cupy_dma/backends/cuda/runtime/launch.py) begins when the one ahead has ended, and has
-// nothing to wait for.
+// A kernel launched without PDL (cupy_dma/backends/cuda/runtime/launch.py) begins after its predecessor has ended and
+// waits for nothing.
 __device__ __forceinline__ void wait_for_earlier_kernels() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// ---- work that the last of several blocks ends ----
-// Takes the next number from 0 to `last` of a counter, which is 0 again after the last of them (atom.inc). What the
-// thread's block did before a barrier ahead of this is visible to the blocks that get later numbers, behind a barrier
-// after it.
+// ---- work finished by the last of several blocks ----
+// Takes the next number from 0 to `last` of a counter, which is 0 again after the last (atom.inc). What the thread's
+// block did before a preceding barrier is visible to the blocks that get later numbers, after their next barrier.
 __device__ __forceinline__ unsigned take_ticket(unsigned* counter, unsigned last) {
     unsigned number;
     asm volatile("fence.acq_rel.gpu;\n\tatom.relaxed.gpu.global.inc.u32 %0, [%1], %2;\n\tfence.acq_rel.gpu;"
@@ -168,7 +167,7 @@ __device__ __forceinline__ unsigned take_ticket(unsigned* counter, unsigned last
 
 // ---- clusters of blocks (sm_90) ----
 #if CLUSTER > 1
-// What a block did ahead of its arrival is visible to the others behind their wait, except for an arrival that only tells
+// What a block did before it arrives is visible to the others after they wait, except if the arrival only announces
 // that the block runs: that does not wait for work in flight. Threads that have ended count as arrived.
 __device__ __forceinline__ void cluster_arrive() { __cluster_barrier_arrive(); }
 __device__ __forceinline__ void cluster_arrive_running() { __cluster_barrier_arrive_relaxed(); }
@@ -186,15 +185,15 @@ __device__ __forceinline__ float to_operand(__half x) { return to_float(x); }
 __device__ __forceinline__ float to_operand(__nv_bfloat16 x) { return to_float(x); }
 __device__ __forceinline__ float to_operand(float x) { return round_tf32(x); }
 
-// The sign bit of each element in a 32-bit word becomes 1 where it is not a finite operand, the other bits anything: an
-// exponent of ones plus its lowest bit carries there (for float plus half a unit of TF32, which may round up to it).
+// Sets the sign bit of each element in a 32-bit word if it is not a finite operand; other bits are undefined. Adding
+// the lowest bit of an exponent of ones carries there (for float also half a unit of TF32, which may round up to it).
 __device__ __forceinline__ unsigned nonfinite(unsigned x, const __half*) { return (x & 0x7c007c00u) + 0x04000400u; }
 __device__ __forceinline__ unsigned nonfinite(unsigned x, const __nv_bfloat16*) {
     return (x & 0x7f807f80u) + 0x00800080u;
 }
 __device__ __forceinline__ unsigned nonfinite(unsigned x, const float*) { return (x & 0x7fffffffu) + 0x00801000u; }
 
-// The same of any of four words.
+// The same for any of four words.
 template <typename T>
 __device__ __forceinline__ unsigned nonfinite(const uint4& x, const T* type) {
     return nonfinite(x.x, type) | nonfinite(x.y, type) | nonfinite(x.z, type) | nonfinite(x.w, type);

@@ -1,11 +1,11 @@
 // A dense bias, one element per query and key: a tile of it in shared memory.
 //
-// A tile has a row per query (heads that share a bias share its rows) and a column per key of a block, in the bias' own
-// type. Where the block's keys are consecutive and rows are aligned it comes in asynchronous copies of 16 bytes,
-// otherwise (gathered keys, odd strides, one element for all keys) element by element. The gradient of a tile leaves by
-// the same way.
+// A tile has a row per query (heads that share a bias share its rows) and a column per key of a block, in the bias's
+// own type. If the block's keys are consecutive and rows are aligned, it is copied asynchronously 16 bytes at a time,
+// otherwise (gathered keys, odd strides, one element for all keys) element by element. The gradient of a tile is
+// written back the same way.
 //
-// A bias per key may be delayed (DELAY): it applies to queries at or after the key's position `far_from`, and is 0 before.
+// A bias per key may be delayed (DELAY): it applies to queries at or after position `far_from` and is 0 before.
 //
 // Prelude: BIAS (BIAS_NONE, BIAS_OF_KEYS: one float32 per key, or BIAS_DENSE), DELAY (with BIAS_OF_KEYS only),
 // BIAS_ELEMENT (__half, __nv_bfloat16, float).
@@ -20,8 +20,8 @@
 #error only the bias of keys has a delay
 #endif
 
-// Whether a key's bias applies to all positions from first_position to last_position (far), to none of them (near), or only
-// to the later ones (mixed).
+// Whether a key's bias applies to all positions from first_position to last_position (far), to none of them (near), or
+// only to the later ones (mixed).
 __device__ __forceinline__ bool is_far(int far_from, int first_position) { return far_from <= first_position; }
 __device__ __forceinline__ bool is_near(int far_from, int last_position) { return far_from > last_position; }
 __device__ __forceinline__ bool is_mixed(int far_from, int first_position, int last_position) {
@@ -41,7 +41,7 @@ struct alignas(2 * sizeof(BIAS_ELEMENT)) BiasPair {
     BIAS_ELEMENT x[2];
 };
 
-// The bias of one head from a query on.
+// The bias of one head, from a query on.
 struct BiasRows {
     const BIAS_ELEMENT* first;  // at key 0
     long long query, key;       // strides
@@ -54,9 +54,9 @@ struct BiasRows {
           query(p.bias_query), key(p.bias_key), count(p.query_length - first_query), aligned(p.bias_aligned != 0) {}
 };
 
-// Starts the copies of a tile; what does not exist becomes 0. `following`: the key of column 0 if the columns are keys that
-// are consecutive from a multiple of 16 bytes on, else -1. key_of(column): its key, or -1. All threads of a block
-// call it; complete after copy_async_wait.
+// Starts the copies of a tile; missing elements become 0. `following`: the key of column 0 if the columns are
+// consecutive keys from a multiple of 16 bytes on, else -1. key_of(column): its key, or -1. All threads of a block call
+// it; complete after copy_async_wait.
 template <int rows, int columns, int threads, typename KeyOf>
 __device__ __forceinline__ void load_bias(BiasTile<rows, columns>& tile, const BiasRows& source, int following,
                                           const KeyOf& key_of) {
@@ -107,7 +107,7 @@ __device__ __forceinline__ void set_bias_pair(BiasTile<rows, columns>& tile, int
     *reinterpret_cast<BiasPair*>(tile.x + row * BiasTile<rows, columns>::STRIDE + column) = pair;
 }
 
-// A warp writes `count` rows of a tile, from `first_row` on, to rows of `length` numbers at `target` (the row of
+// A warp writes `count` rows of a tile, starting with `first_row`, to rows of `length` numbers at `target` (the row of
 // first_row). `following` and key_of as for load_bias.
 template <int rows, int columns, typename KeyOf>
 __device__ __forceinline__ void store_bias(BIAS_ELEMENT* target, long long length, const BiasTile<rows, columns>& tile,

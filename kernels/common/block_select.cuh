@@ -39,8 +39,9 @@ struct Selection {
 __device__ __forceinline__ unsigned rank_of(Ranked e) { return static_cast<unsigned>(e >> 32); }  // 0: no candidate
 __device__ __forceinline__ int row_of(Ranked e) { return static_cast<int>(e); }
 
-// entry(0 .. n-1) shared out among the block's threads. The first `cached` of a thread are read once and stay in
-// registers, the others are read again, BATCH at a time, by every pass. An entry of 0 is no candidate, but is visited.
+// Visits entry(0 .. n-1), distributed over the block's threads. Each thread reads its first `cached` entries once and
+// keeps them in registers; every pass reads the others again, BATCH at a time. An entry of 0 is no candidate, but is
+// visited.
 template <int threads, int cached, typename Entry>
 struct Candidates {
     static constexpr int BATCH = 8;
@@ -71,13 +72,13 @@ struct Candidates {
     }
 };
 
-// Words lie in low .. low + span, and so many there are.
+// The words lie in low .. low + span; how many there are.
 struct WordRange {
     unsigned low, span;
     int count;
 };
 
-// The range of word(e) of all candidates of which it is not 0. All threads of the block get the same.
+// The range of all nonzero word(e) of candidates. All threads of the block get the same.
 template <int threads, int cached, typename Entry, typename Word>
 __device__ __forceinline__ WordRange range_of(const Candidates<threads, cached, Entry>& candidates, const Word& word,
                                           SelectShared& shared) {
@@ -109,9 +110,9 @@ __device__ __forceinline__ WordRange range_of(const Candidates<threads, cached, 
 }
 
 // The highest number that at least `missing` of the words in `range` reach. Each pass cuts the range into up to 2^11
-// equal parts and keeps the one of the answer. It ends when all of a part are wanted, with the part's lowest number, and
-// with `missing` 0; otherwise that many are wanted of those that are equal to the answer. The histogram is empty before
-// and afterwards.
+// equal parts and keeps the one that contains the answer. It ends when all words of a part are wanted, with the part's
+// lowest number and `missing` 0; otherwise `missing` of the words equal to the answer are wanted. The histogram is
+// empty before and afterwards.
 template <int threads, int cached, typename Entry, typename Word>
 __device__ __forceinline__ unsigned find_word(const Candidates<threads, cached, Entry>& candidates, const Word& word,
                                               WordRange range, int& missing, SelectShared& shared) {
@@ -155,9 +156,9 @@ __device__ __forceinline__ unsigned find_word(const Candidates<threads, cached, 
     return low;
 }
 
-// The `wanted` highest of all candidates, which differ from each other: by their ranks, of which `ranks` is the range, and
-// those of equal ranks by their rows. The first range is that of the candidates, so that few share a part (and contend for
-// its counter) whatever the scores. All threads of the block call it and get the same answer.
+// The `wanted` highest of all candidates, which are distinct: by their ranks (within `ranks`), among equal ranks by
+// their rows. The first range is that of the candidates, so that few share a part (and contend for its counter)
+// whatever the scores. All threads of the block call it and get the same answer.
 template <int threads, int cached, typename Entry>
 __device__ Selection select_highest(const Candidates<threads, cached, Entry>& candidates, WordRange ranks, int wanted,
                                     SelectShared& shared) {

@@ -1,4 +1,4 @@
-// Checks the facts about the tensor cores' registers that the attention kernels rely on (common/arch.cuh), once per device.
+// Checks, once per device, the register layout of the tensor cores that the attention kernels assume (common/arch.cuh).
 //
 // With S the shift S[i][i+1] = 1 (modulo 16) one warp computes P = X * S^T for a 16x16 X, reads P where the accumulator
 // layout says it stands, hands it on as a left operand (round_to_operand) and computes P * S, which is X again.

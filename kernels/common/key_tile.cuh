@@ -1,5 +1,5 @@
-// Tiles of keys for the gradients of keys and values (backward_dkv.cu of sm80 and sm90): which keys a tile has, and which
-// queries it goes through.
+// Tiles of keys for the gradients of keys and values (backward_dkv.cu of sm80 and sm90): the keys of a tile, and the
+// queries that it visits.
 //
 // Prelude: as sm80/backward_dkv.cu.
 #pragma once
@@ -15,9 +15,9 @@ constexpr int LIST_KEYS = 64;  // BITS: entries of a list that have one state
 // A tile: BLOCK_N keys of one kv head.
 struct KeyTile {
     int batch, group;
-    int count;                     // keys it has
+    int count;                     // number of keys
     int first;  // index of the first one in the list, or its row
-    int first_query, end_query;    // queries that are looked at
+    int first_query, end_query;    // queries to visit
     int sequence;                  // SEQUENCES; else 0
     int shift;                     // of a query's position from its row
 #if DELAY
@@ -28,11 +28,11 @@ struct KeyTile {
     long long partial;             // KEYS_LISTED without BITS: row of the first key's partial sums
     int entry;                     // BITS: of the first key, among those of the list row
 
-    // Behind the last query's. A key that begins there or later counts as one that nobody sees: the last step has
-    // columns that are no queries and would see it.
+    // The position after the last query's. A key that starts there or later counts as seen by nobody: columns of the
+    // last step that are not queries would see it.
     __device__ __forceinline__ int end_position() const { return end_query + shift; }
 
-    // Whether its sums are partial ones.
+    // Whether its sums are partial.
     __device__ __forceinline__ bool is_partial(const AttentionParams& p) const {
         return KEYS == KEYS_LISTED && !(BITS && end_query - first_query == p.query_length);
     }
@@ -84,7 +84,7 @@ __device__ __forceinline__ void find_in_sequences(KeyTile& t, const AttentionPar
 }
 #endif
 
-// The tile of this index, without keys if there is none; all lanes of a warp ask for the same one.
+// The tile of this index, without keys if there is none; all lanes of a warp pass the same index.
 __device__ __forceinline__ KeyTile find_key_tile(const AttentionParams& p, long long index) {
     KeyTile t = {};
     long long rest = index;
@@ -152,12 +152,12 @@ __device__ __forceinline__ KeyTile find_key_tile(const AttentionParams& p, long 
     return t;
 }
 
-// Queries that see any of a tile's keys: begin <= query < end; those of [full_begin, full_end) see all of them.
+// Queries that see any of a tile's keys: begin <= query < end; those in [full_begin, full_end) see all of them.
 struct QueryRange {
     int begin, end, full_begin, full_end;
 };
 
-// From the intervals of BLOCK_N keys, by a warp together.
+// From the intervals of BLOCK_N keys, computed by a whole warp.
 __device__ __forceinline__ QueryRange find_queries(const int* starts, const int* stops, const KeyTile& t) {
     int lowest_start = NEVER, highest_start = INT_LOWEST, lowest_stop = NEVER, highest_stop = INT_LOWEST;
     for (int i = threadIdx.x & 31; i < BLOCK_N; i += 32) {

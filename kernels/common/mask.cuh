@@ -1,4 +1,4 @@
-// Which keys a tile of queries meets, in which order, and which of them each query sees.
+// Which keys a tile of queries visits, in which order, and which of them each query sees.
 //
 // A tile holds consecutive positions first_position .. last_position. Its keys come in blocks of BLOCK_N; the three
 // sources of blocks have one interface (a closed set, chosen by the prelude's KEYS):
@@ -8,7 +8,7 @@
 // A block is `masked` when some key of it needs a test for some query of the tile: start <= position < stop, or with BITS
 // the query's bit of the key's word (lists/dense_mask.cu).
 //
-// Prelude: KEYS, BLOCK_N, CAUSAL (keys behind a query are the only ones it may see, whatever the mask says), BITS.
+// Prelude: KEYS, BLOCK_N, CAUSAL (a query never sees later keys, whatever the mask says), BITS.
 #pragma once
 #include "common/arch.cuh"
 

@@ -1,4 +1,4 @@
-// The parameters of every attention kernel, one struct by value. What a kernel has no use for is 0.
+// The parameters of every attention kernel, one struct by value. Fields that a kernel does not use are 0.
 #pragma once
 
 struct AttentionParams {
@@ -19,7 +19,7 @@ struct AttentionParams {
     const int4* chunk_info;   // KEYS_SHARED of sequences (mask rows, key_length / chunk, rounded up): see lists/intervals.cu
     const int* bounds;        // (4, sequences): see common/varlen.cuh
     const int* page_table;  // PAGE_SIZE: (key_length / PAGE_SIZE) page in the KV cache of every PAGE_SIZE keys
-    const ELEMENT* dout;      // from here on: the backward pass
+    const ELEMENT* dout;      // the backward pass from here on
     const float* dlse;
     float* delta;
     ELEMENT* dquery;
@@ -44,7 +44,7 @@ struct AttentionParams {
     long long key_batch, key_head, value_batch, value_head;
     long long bias_batch, bias_group, bias_head, bias_query, bias_key;
     long long start_batch, start_head, stop_batch, stop_head;
-    long long out_batch, out_row, out_head;  // of out as an input
+    long long out_batch, out_row, out_head;  // of out, where it is an input
     long long dout_batch, dout_row, dout_head;
     int key_row, value_row;
     int mask_batch, mask_group, mask_head;  // mask row = batch * . + kv head * . + query head * .
@@ -52,10 +52,10 @@ struct AttentionParams {
     int batch, query_length, key_length, heads, kv_heads;
     int tiles, capacity;
     int swizzle_group, tail_tiles, rotation;  // sm90/scheduler.cuh: the order of tiles
-    int short_tiles;  // tiles of a set, the first ones, that have 64 rows less than the others
+    int short_tiles;  // tiles of a set, the first ones, that have 64 fewer rows
     int query_words, key_stride;
     int dbias_batch, dbias_heads;  // axes of a dense bias
-    int bias_aligned;  // rows of bias_rows may be read 16 bytes at a time
+    int bias_aligned;  // whether rows of bias_rows may be read 16 bytes at a time
     int supers, super_capacity, super_queries, super_units;
     int list_batch, list_group;  // BITS: list row = batch * . + kv head * .
     int sequences, chunk;

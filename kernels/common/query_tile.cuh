@@ -1,4 +1,4 @@
-// Tiles of queries and where their keys are: shared by all kernels that go through the keys of a tile of queries.
+// Tiles of queries and where their keys are, for all kernels that visit the keys of a tile of queries.
 //
 // A tile is BLOCK_M / HEADS consecutive queries times HEADS query heads of one GQA group. With SEQUENCES its queries
 // belong to one sequence (common/varlen.cuh). common/mask.cuh says how the keys come in blocks.
@@ -20,11 +20,11 @@ struct Tile {
     int bias_delay;  // a key's far_from less its index (common/bias.cuh)
 #endif
 
-    // Whether there is such a tile: packed sequences leave some indices without one.
+    // Whether the tile exists: packed sequences leave some indices without one.
     __device__ __forceinline__ bool exists() const { return !SEQUENCES || first_query < end_query; }
 };
 
-// What is compared with a key's visibility: the position of the query of row `row`, or with BITS its bit.
+// What a key's visibility is compared with: the position of the query of row `row`, or its bit (BITS).
 __device__ __forceinline__ int position_of(const Tile& t, int row) {
     const int query = row / HEADS;
     return BITS ? static_cast<int>(1u << ((t.first_query + query) & 31)) : t.first_position + query;
@@ -35,7 +35,7 @@ template <typename Index>
 __device__ __forceinline__ Tile find_tile(const AttentionParams& p, Index rest, int index) {
     const int sets = p.heads / p.kv_heads / HEADS;  // tiles side by side that share a kv head
     Tile t;
-    t.index = p.tiles - 1 - index;  // the longest causal tiles first
+    t.index = p.tiles - 1 - index;  // longest causal tiles first
     const int set = static_cast<int>(rest % sets);
     rest /= sets;
     t.group = static_cast<int>(rest % p.kv_heads);
@@ -80,7 +80,7 @@ __device__ __forceinline__ long long list_of(const AttentionParams& p, const Til
     return mask_row_of(p, t) * p.tiles + t.index;
 }
 
-// All of a tile's keys but how many there are in its own list, which must be read (find_keys).
+// All of a tile's keys except the length of its own list, which must be read (find_keys).
 __device__ __forceinline__ KeySource locate_keys(const AttentionParams& p, const Tile& t) {
     KeySource source = {};
 #if KEYS == KEYS_CONTIGUOUS
@@ -103,7 +103,8 @@ __device__ __forceinline__ KeySource locate_keys(const AttentionParams& p, const
     source.summaries = p.summaries + row * ((p.key_length + BLOCK_N - 1) / BLOCK_N);
     source.length = p.list_lengths[row];
 #if SEQUENCES
-    // Only chunks that hold keys of the sequence are looked at; what they hold of others no row of the tile sees.
+    // Only chunks that hold keys of the sequence are visited; no row of the tile sees the other sequences' keys in
+    // them.
     const int4* chunks = p.chunk_info + row * ((p.key_length + p.chunk - 1) / p.chunk);
     const int4 last = t.first_key < t.end_key ? chunks[(t.end_key - 1) / p.chunk] : make_int4(0, 0, 0, 0);
     source.first = t.first_key < t.end_key ? chunks[t.first_key / p.chunk].w : 0;

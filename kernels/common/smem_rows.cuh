@@ -1,8 +1,8 @@
 // Rows from global to shared memory: contiguous or gathered, HEAD_DIM elements each.
 //
-// In shared memory a row takes ROW_STRIDE elements: HEAD_DIM rounded up to 16 (the tensor cores' step, zero-filled) plus
-// 16 bytes, so that the eight rows one ldmatrix phase reads lie in different banks; so do the four rows and eight columns
-// of floats that common/arch.cuh reads at once.
+// In shared memory a row takes ROW_STRIDE elements: HEAD_DIM rounded up to 16 (the tensor cores' step, zero-filled)
+// plus 16 bytes. The eight rows of one ldmatrix phase then lie in different banks, as do the four rows and eight
+// columns of floats that common/arch.cuh reads at once.
 //
 // Prelude: ELEMENT, HEAD_DIM, VECTOR (1: HEAD_DIM, all strides and pointers are multiples of 16 bytes).
 #pragma once
@@ -14,8 +14,8 @@ constexpr int ROW_STRIDE = HEAD_DIM_PADDED + PIECE;
 constexpr int ROW_PIECES = HEAD_DIM_PADDED / PIECE;
 constexpr int ROW_LANES = ROW_PIECES <= 2 ? 2 : ROW_PIECES <= 4 ? 4 : ROW_PIECES <= 8 ? 8 : ROW_PIECES <= 16 ? 16 : 32;
 
-// Piece `piece` (16 bytes) of one row; zeros where it does not exist. With VECTOR the copy is asynchronous and complete
-// after copy_async_wait, otherwise it is complete at once. `source` must be an address even if nothing is read there.
+// Piece `piece` (16 bytes) of one row; zeros if it does not exist. With VECTOR the copy is asynchronous and complete
+// after copy_async_wait, otherwise complete at once. `source` must be a valid address even if nothing is read.
 __device__ __forceinline__ void copy_piece(ELEMENT* row, const ELEMENT* source, int piece, bool exists) {
 #if VECTOR
     if (HEAD_DIM < HEAD_DIM_PADDED) exists = exists && piece * PIECE < HEAD_DIM;
@@ -32,9 +32,9 @@ __device__ __forceinline__ void copy_piece(ELEMENT* row, const ELEMENT* source, 
 #endif
 }
 
-// Calls copy(row, piece) for every piece of `rows` rows, shared out among `threads` threads. A thread keeps to one piece
-// (to two if a row has more than 32) and steps through rows at a fixed distance, so that its shared addresses are
-// constants apart.
+// Calls copy(row, piece) for every piece of `rows` rows, distributed over `threads` threads. A thread keeps to one
+// piece (two if a row has more than 32) and steps through rows at a fixed distance, so its shared addresses are
+// constant distances apart.
 template <int rows, int threads, typename Copy>
 __device__ __forceinline__ void for_each_piece(const Copy& copy) {
     constexpr int DISTANCE = threads / ROW_LANES;
@@ -48,8 +48,8 @@ __device__ __forceinline__ void for_each_piece(const Copy& copy) {
         }
 }
 
-// Rounds the rows of a tile that will be an A operand, in place. A thread rounds what it has copied by for_each_piece with
-// the same numbers itself, so this belongs ahead of the barrier. 16-bit numbers are operands as they are.
+// Rounds the rows of a tile that will be an A operand, in place. A thread rounds what it has copied itself with the
+// same arguments of for_each_piece, so call it before the barrier. 16-bit numbers are operands already.
 template <int rows, int threads>
 __device__ __forceinline__ void round_rows(float* tile) {
     copy_async_wait<0>();

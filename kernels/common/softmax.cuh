@@ -17,25 +17,25 @@ __device__ __forceinline__ float row_sum(float x) {
     return x + __shfl_xor_sync(ALL_LANES, x, 2);
 }
 
-// tanh(y) with a relative error of some 5e-7, for softcaps of any size: 1 - 2 / (e^2y + 1) has an absolute error of
-// some 1e-7 (tanh.approx 5e-4), so near 0 a polynomial takes its place (minimax). Its seven instructions hide behind
-// the two of the special function unit, which does a quarter as many a clock.
+// tanh(y) with a relative error of about 5e-7, for softcaps of any size: 1 - 2 / (e^2y + 1) has an absolute error of
+// about 1e-7 (tanh.approx 5e-4), so near 0 a minimax polynomial replaces it. Its seven instructions hide behind the two
+// of the special function unit, which has a quarter of the throughput.
 __device__ __forceinline__ float tanh_of(float y) {
     const float square = y * y, near = fmaf(y * square, fmaf(square, 0.12876417f, -0.33324571f), y);
     const float far = 1.0f - __fdividef(2.0f, exp2_fast(y * (2.0f * LOG2_E)) + 1.0f);
     return fabsf(y) < 0.25f ? near : far;
 }
 
-// c * tanh(x / c), with an absolute error of some 1e-7 c: for kernels that have no registers for tanh_of, and do
-// without it where c is large.
+// c * tanh(x / c), with an absolute error of about 1e-7 c: for kernels without the registers for tanh_of; skipped for
+// large c.
 __device__ __forceinline__ float softcapped(float x, float cap, float two_log2e_over_cap) {
     return cap - __fdividef(2.0f * cap, exp2_fast(x * two_log2e_over_cap) + 1.0f);
 }
 
-// A softcap of which multiples and inverses are ordinary numbers; no logit is large enough to tell the difference.
+// A softcap whose multiples and inverses are normal numbers; no logit is large enough to tell the difference.
 __device__ __forceinline__ float usable_softcap(float softcap) { return fminf(softcap, 1.8446744e19f); }
 
-// No infinity, whose product with 0 would be a NaN.
+// Not an infinity, whose product with 0 would be NaN.
 __device__ __forceinline__ float finite(float x) { return fminf(fmaxf(x, -LARGEST_FLOAT), LARGEST_FLOAT); }
 
 // Logits in log 2 units from x = q . k: softcap(scale * x) + bias.
@@ -57,15 +57,15 @@ struct LogitScale {
     }
 };
 
-// lse of a row with the maximum m (log 2 units) and the sum l of 2^(s2 - m); l = 0 where it saw nothing. At the end of
-// the range m stands for all that lies beyond.
+// lse of a row with the maximum m (log 2 units) and the sum l of 2^(s2 - m); l = 0 if it saw nothing. At the end of the
+// range m stands for everything beyond.
 __device__ __forceinline__ float natural_lse(float m, float l) {
     if (l == 0.0f) return -infinity();
     return fabsf(m) == LARGEST_FLOAT ? m : LN_2 * m + logf(l);
 }
 
-// lse in log 2 units, for p = 2^(s2 - lse2). Far from 0 the roundings of both are whole exponents, and p could be 2^64
-// or infinite: there lse2 is raised by more than these, and p vanishes.
+// lse in log 2 units, for p = 2^(s2 - lse2). Far from 0 rounding errors reach whole exponents, and p could be 2^64 or
+// infinite: there lse2 is raised by more than these errors, and p vanishes.
 __device__ __forceinline__ float log2_lse(float lse) {
     constexpr float FAR = 4194304.0f, ROUNDINGS = 3.8e-6f;
     const float x = log2_units(lse);
@@ -91,7 +91,7 @@ struct RowState {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             highest[r] = row_max(highest[r]);
-            finite_max[r] = highest[r] == -infinity() ? 0.0f : highest[r];  // a row that has seen nothing: p = 2^-inf
+            finite_max[r] = highest[r] == -infinity() ? 0.0f : highest[r];  // nothing seen so far: p = 2^-inf
             rescale[r] = exp2_fast(m[r] - finite_max[r]);
             m[r] = highest[r];
             l[r] *= rescale[r];

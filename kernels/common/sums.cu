@@ -1,9 +1,9 @@
 // Sums of float32 numbers over outer axes, in a fixed order, in double precision, rounded once.
 //
-// add_rows   out[o, i] = sum over a < firsts, b < seconds of in[a * first + b * second + o * row + i]; a thread a sum
-// add_all    out[o]    = sum over a < firsts, i < columns of in[a * first + o * row + i]; a block a sum
-// add_parts  dkey[i], dvalue[i] and dbias[o, i], as far as they are asked for, from those of all parts, and for dbias of
-//            the query heads of a group; a thread four sums that follow each other, or one of dbias
+// add_rows   out[o, i] = sum over a < firsts, b < seconds of in[a * first + b * second + o * row + i]; a thread per sum
+// add_all    out[o]    = sum over a < firsts, i < columns of in[a * first + o * row + i]; a block per sum
+// add_parts  the requested ones of dkey[i], dvalue[i] and dbias[o, i], each summed over all parts, dbias also over the
+//            query heads of a group; a thread has four consecutive sums, or one of dbias
 //
 // in // f32                          out // RESULT, (rows, columns) or (rows), contiguous
 // partial_key, partial_value // f32, (parts, size), or null       dkey, dvalue // RESULT, (size), a multiple of 4
@@ -49,8 +49,8 @@ struct alignas(4 * sizeof(RESULT)) Four {
     RESULT x[4];
 };
 
-// Writes the four numbers of this index and returns true; false, and index counted on from the end of out, if it has
-// fewer.
+// Writes the four numbers of this index and returns true. If out has fewer, returns false and counts index on from the
+// end of out.
 bool add_part(const float* in, RESULT* out, long long size, int parts, long long& index) {
     if (in == nullptr) return false;
     if (index >= size / 4) {

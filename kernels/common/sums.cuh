@@ -4,7 +4,7 @@
 
 constexpr int SUM_THREADS = 256;
 
-// Of a thread: over a < firsts, b < seconds of in[a * first + b * second].
+// A thread's sum over a < firsts, b < seconds of in[a * first + b * second].
 __device__ __forceinline__ float sum_of(const float* in, int firsts, long long first, int seconds, long long second) {
     double sum = 0.0;
     for (int a = 0; a < firsts; ++a)
@@ -15,7 +15,7 @@ __device__ __forceinline__ float sum_of(const float* in, int firsts, long long f
 
 using SumsOfWarps = double[SUM_THREADS / 32];
 
-// Of a block: over a < firsts, i < columns of in[a * first + i].
+// A block's sum over a < firsts, i < columns of in[a * first + i].
 __device__ __forceinline__ float sum_of_block(SumsOfWarps& sums, const float* in, int firsts, long long first, int columns) {
     double sum = 0.0;
     for (int a = 0; a < firsts; ++a)

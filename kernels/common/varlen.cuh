@@ -1,11 +1,11 @@
-// Sequences of different lengths packed in one row: which of them a tile, a row or a key belongs to.
+// Sequences of different lengths packed in one row: to which of them a tile, a row or a key belongs.
 //
 // bounds // (4, count) int32: first and end query row, first and end key of each sequence. Sequences are consecutive:
 //        // end[b] <= first[b + 1] on both sides, and no sequence meets another.
 //
-// Tiles of `size` rows do not cross sequences. So that lengths need not be added up, tile k of sequence b has the index
+// Tiles of `size` rows do not cross sequences. To avoid adding up lengths, tile k of sequence b has the index
 //     first[b] / size + b + k,        k < (end[b] - first[b]) / size, rounded up.
-// Indices rise with (b, k), none has two tiles, and all are below total / size + count. Some have no tile.
+// Indices rise with (b, k), are distinct, and are below total / size + count. Some have no tile.
 //
 // Masks of sequences are moved from key positions to query rows (lists/varlen.cu): a key is seen by rows of its own
 // sequence only, start <= row < stop, whatever the lengths.
@@ -16,7 +16,7 @@ struct RowTile {
     int sequence, first, end;  // end <= first: no tile has this index
 };
 
-// The last b with first[b] / size + b * each <= index, found by a warp together; first[0] is 0.
+// The last b with first[b] / size + b * each <= index, searched by a whole warp; first[0] is 0.
 __device__ __forceinline__ int sequence_of_index(const int* first, int count, int size, int each, int index) {
     int low = 0, high = count;
     while (high - low > 1) {
@@ -28,14 +28,14 @@ __device__ __forceinline__ int sequence_of_index(const int* first, int count, in
     return low;
 }
 
-// The tile of this index; all lanes of a warp ask for the same one.
+// The tile of this index; all lanes of a warp pass the same index.
 __device__ __forceinline__ RowTile row_tile(const int* first, const int* end, int count, int size, int index) {
     const int b = sequence_of_index(first, count, size, 1, index);
     const int row = first[b] + (index - first[b] / size - b) * size;
     return {b, row, min(row + size, end[b])};
 }
 
-// The sequence that holds a row or a key, if any does: the last b with first[b] <= row. A lane by itself.
+// The sequence that contains a row or a key, if any does: the last b with first[b] <= row. Searched by a single lane.
 __device__ __forceinline__ int sequence_of_row(const int* first, int count, int row) {
     int low = 0, high = count;
     while (high - low > 1) {
@@ -46,10 +46,10 @@ __device__ __forceinline__ int sequence_of_row(const int* first, int count, int 
     return low;
 }
 
-// ---- super-tiles, whose lists of keys lie one behind the other ----
+// ---- super-tiles, whose key lists follow each other ----
 //
-// The first super-tile of a sequence has room for all keys of the sequence, in units of SUPER_UNIT entries; each further
-// one has room for `capacity`. Together that is linear in the lengths, also for many short sequences.
+// The first super-tile of a sequence has room for all keys of the sequence, in units of SUPER_UNIT entries; each
+// further one has room for `capacity`. The total is linear in the lengths, even for many short sequences.
 constexpr int SUPER_UNIT = 128;
 
 __device__ __forceinline__ long long first_super_entries(int key_length, int count) {

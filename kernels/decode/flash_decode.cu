@@ -1,5 +1,5 @@
-// Attention of few query rows over many keys, split-KV: the keys are split among blocks, so that few queries fill a GPU
-// too. The same mathematics as sm80/forward.cu.
+// Split-KV attention of few query rows over many keys: the keys are split among blocks, so that even few queries fill a
+// GPU. The same mathematics as sm80/forward.cu.
 //
 // query  // (B, Lq, H, HEAD_DIM) ELEMENT       key, value // (B, Lk, Hkv, HEAD_DIM or VALUE_DIM) ELEMENT, any batch, row and
 //   head strides
@@ -8,9 +8,9 @@
 // out    // (B, Lq, H, VALUE_DIM) ELEMENT, contiguous       lse // (B, H, Lq) f32, natural log, -inf where a row sees nothing
 //
 // The Lq * H / Hkv rows of a (sequence, kv head), query by query, are cut into `sets` of ROWS; the keys of a set are
-// split among `num_splits` blocks. With LISTED the keys are `list` (B * Hkv, slots), and their intervals stand beside
-// it, entry by entry: list_interval (B * Hkv, slots). Keys that no row of the set sees are not read. A block leaves its
-// split's results in global memory; the block with the last ticket of a set combines them in order.
+// split among `num_splits` blocks. With LISTED the keys are `list` (B * Hkv, slots), with their intervals entry by
+// entry in list_interval (B * Hkv, slots). Keys that no row of the set sees are not read. A block writes its split's
+// results to global memory; the block with the last ticket of a set combines them in order.
 //
 // Prelude: that of decode/split_kv.cuh, MIN_BLOCKS, LISTED, INTERVALS, CAUSAL, BIAS, DELAY (of the bias).
 #include "common/arch.cuh"
@@ -47,7 +47,7 @@ struct FlashDecodeShared {
     int last;
 };
 
-// The rows of a block and its keys.
+// The rows of a block, and its keys.
 struct Rows {
     const FlashDecodeParams& p;
     int pair, batch, group, set;
@@ -70,7 +70,7 @@ struct Rows {
     }
 };
 
-// What a lane knows of one key of a step.
+// A lane's data of one key of a step.
 struct Key {
     int row;           // of key and value; -1: there is none
     int start, stop;
@@ -109,7 +109,7 @@ struct Key {
             bias = 0.0f;
         }
 #else
-        if (BIAS && bias == -infinity()) row = -1;  // nobody sees it
+        if (BIAS && bias == -infinity()) row = -1;  // nobody sees the key
 #endif
     }
 
@@ -124,7 +124,7 @@ struct Key {
     }
 };
 
-// Which of a lane's two rows see its key `i` of the step (bit 0, bit 1), where not all rows see the same.
+// Which of a lane's two rows see its key `i` of the step (bit 0, bit 1), if rows differ.
 __device__ __forceinline__ unsigned rows_that_see(const Key& key, const Rows& rows, int i) {
     const int start = __shfl_sync(ALL_LANES, key.start, i), stop = __shfl_sync(ALL_LANES, key.stop, i);
     const int exists = __shfl_sync(ALL_LANES, key.row, i) >= 0;
@@ -137,8 +137,8 @@ __device__ __forceinline__ unsigned rows_that_see(const Key& key, const Rows& ro
     return seen;
 }
 
-// Non-finite values of keys that some rows of the tile see and some do not: added where they are seen, and zero in the
-// MMA, in which 0 * inf would be NaN.
+// Non-finite values of keys that some rows of the tile see and others do not: added to the rows that see them, and zero
+// in the MMA, where 0 * inf would be NaN.
 __device__ __forceinline__ void isolate_nonfinite(WarpState& state, Values& values, const Key& key, const Rows& rows,
                                                   unsigned partial) {
     unsigned found = 0;
@@ -234,7 +234,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) flash_decode(c
         if (!TOGETHER && now != 0) load_keys(keys, row_of(keys_of_head, p.key_row));
         if (now != 0) score_keys(s, shared.split, keys);
         if (!TOGETHER && now != 0) load_values(values, row_of(values_of_head, p.value_row));
-        // The next step's keys load while this one waits for its values, its values load while its keys are multiplied.
+        // The next step's keys load while this step waits for its values; its values load during its QK MMA.
         key = following;
         following = key_at(base + 2 * STRIDE);
         some = __ballot_sync(ALL_LANES, key.seen_by_some(rows));
@@ -252,7 +252,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) flash_decode(c
 #endif
                 s.x[i] = now >> column & 1 ? logit(s.x[i], bias) : -infinity();
             }
-            if (now != all) {  // some keys are seen by a few rows only
+            if (now != all) {  // only some rows see some of the keys
 #pragma unroll
                 for (int i = 0; i < 8; ++i) {
                     if (fragment_row(i)) continue;

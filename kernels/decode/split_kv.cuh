@@ -1,19 +1,19 @@
-// A few rows of queries against some keys, by warps that share nothing but the query until the end: for decoding, where
-// there are too few queries to fill a GPU with tiles of them, and keys and values are read once.
+// A few rows of queries against some keys, by warps that share only the query until the end: for decoding, where the
+// queries are too few to fill a GPU with tiles, and keys and values are read once.
 //
-// A tile has ROWS <= 16 rows (queries times heads of one GQA group). A warp takes STEP = 16 keys at a time: it loads their
-// rows straight into the registers of the tensor cores' operands, 16 bytes (a piece) a lane and load, and keeps logits,
-// softmax state and output in registers. With g = lane / 4, t = lane % 4 a lane holds
+// A tile has ROWS <= 16 rows (queries times heads of one GQA group). A warp takes STEP = 16 keys at a time: it loads
+// their rows straight into the registers of the tensor cores' operands, 16 bytes (a piece) per lane and load, and keeps
+// logits, softmax state and output in registers. With g = lane / 4, t = lane % 4 a lane holds
 //     of keys     keys g and g + 8, pieces t, t + 4, ...: B of  s = q . k^T     (rows by keys)
 //     of values   keys 2t, 2t + 1, 2t + 8, 2t + 9, pieces g, g + 8, ...: A of  o^T = v^T . p^T     (dims by rows)
 //     of s        rows g and g + 8, keys 2t, 2t + 1 and these + 8: B of the second MMA as they stand
 //     of o        rows 2t and 2t + 1 (and + 8), two dims of each of its value pieces
-// The order of summation within an MMA does not matter, so query and key agree on an order of dims that makes a piece
-// two steps of an operand, and p and values on an order of keys. 16-bit elements are multiplied by mma m16n8k16,
+// The order of summation within an MMA does not matter. So query and key use an order of dims in which a piece is two
+// steps of an operand, and p and values a matching order of keys. 16-bit elements are multiplied by mma m16n8k16,
 // float32 by m16n8k8 as TF32.
 //
-// The warps of a block leave outputs, maxima and sums in shared memory, blocks in global memory: `combine` adds them in
-// order, so that the result does not depend on which was first.
+// Warps leave outputs, maxima and sums in shared memory, blocks in global memory: `combine` adds them in order, so the
+// result does not depend on which finished first.
 //
 // Prelude: ELEMENT, HEAD_DIM, VALUE_DIM, VECTOR (rows may be read 16 bytes at a time), ROWS, WARPS, SOFTCAP.
 #pragma once
@@ -23,11 +23,11 @@
 constexpr int THREADS = 32 * WARPS;
 constexpr int STEP = 16;
 constexpr int PIECE = 16 / sizeof(ELEMENT);
-constexpr int KEY_CHUNKS = (HEAD_DIM + 4 * PIECE - 1) / (4 * PIECE);     // what the lanes of one key read at a time
-constexpr int VALUE_CHUNKS = (VALUE_DIM + 8 * PIECE - 1) / (8 * PIECE);  // what those that share a key read of its value
+constexpr int KEY_CHUNKS = (HEAD_DIM + 4 * PIECE - 1) / (4 * PIECE);     // loads of the lanes that share a key
+constexpr int VALUE_CHUNKS = (VALUE_DIM + 8 * PIECE - 1) / (8 * PIECE);  // loads of the lanes that share a value
 constexpr int ROW_TILES = ROWS > 8 ? 2 : 1;
 constexpr int VALUE_TILES = VALUE_CHUNKS * PIECE / 2;  // of 16 dims
-constexpr bool TOGETHER = 2 * KEY_CHUNKS + 4 * VALUE_CHUNKS <= 16;  // values are loaded ahead of the QK MMA
+constexpr bool TOGETHER = 2 * KEY_CHUNKS + 4 * VALUE_CHUNKS <= 16;  // values are loaded before the QK MMA
 static_assert(ROWS <= 16, "a tile is one operand high");
 
 constexpr const ELEMENT* TYPE = nullptr;
@@ -48,7 +48,7 @@ struct Logits {
     float x[8];  // of an accumulator of 16x16: common/arch.cuh
 };
 
-// The softmax state of a warp, then of a split: its outputs are not yet divided by l, and in units of 2^m.
+// The softmax state of a warp, then of a split: its outputs are not divided by l yet, and in units of 2^m.
 struct SplitState {
     float m, l;
 };
@@ -64,7 +64,7 @@ __device__ __forceinline__ unsigned bits_of(__half x) { return __half_as_ushort(
 __device__ __forceinline__ unsigned bits_of(__nv_bfloat16 x) { return __bfloat16_as_ushort(x); }
 __device__ __forceinline__ unsigned bits_of(float x) { return __float_as_uint(x); }
 
-// Element `i` of those in a word, as an operand.
+// Element `i` of a word, as an operand.
 template <typename T>
 __device__ __forceinline__ float element_of(unsigned word, int i, const T* type) {
     return half_of(word, i, type);
@@ -73,7 +73,7 @@ __device__ __forceinline__ float element_of(unsigned word, int, const float*) {
     return round_tf32(__uint_as_float(word));
 }
 
-// The word with zeros in place of elements that are not finite operands.
+// The word with zeros in place of elements that are not finite.
 __device__ __forceinline__ unsigned finite_word(unsigned word) {
     unsigned kept = 0;
     constexpr int PER_WORD = 4 / sizeof(ELEMENT);
@@ -83,7 +83,7 @@ __device__ __forceinline__ unsigned finite_word(unsigned word) {
     return word & kept;
 }
 
-// Piece `number` of a row of `dim` elements; zeros behind its end and where `exists` is false (nothing is read then).
+// Piece `number` of a row of `dim` elements; zeros past its end and if `exists` is false (nothing is read then).
 template <int dim>
 __device__ __forceinline__ Piece load_piece(const ELEMENT* row, int number, bool exists) {
     const ELEMENT* source = row + number * PIECE;
@@ -101,7 +101,7 @@ __device__ __forceinline__ Piece load_piece(const ELEMENT* row, int number, bool
 #endif
 }
 
-// Writes what of the piece belongs to the row.
+// Writes the part of the piece that belongs to the row.
 template <int dim>
 __device__ __forceinline__ void store_piece(ELEMENT* row, int number, const Piece& piece) {
 #if VECTOR
@@ -125,7 +125,7 @@ __device__ __forceinline__ void multiply_words(float* c, const unsigned (&a)[4],
     multiply_add_half(c, a, b, type);
 }
 
-// A word as an operand: floats become TF32.
+// A word as an operand: floats are rounded to TF32.
 __device__ __forceinline__ unsigned operand_word(unsigned x, const float*) {
     return __float_as_uint(round_tf32(__uint_as_float(x)));
 }
@@ -134,7 +134,8 @@ __device__ __forceinline__ unsigned operand_word(unsigned x, const T*) {
     return x;
 }
 
-// The tile's query rows on their way to shared memory: loaded first, so that other loads can follow before they arrive.
+// The tile's query rows on their way to shared memory: loaded first, so that other loads can be issued before they
+// arrive.
 struct Query {
     static constexpr int PIECES = KEY_CHUNKS * ROW_TILES * 32, OWN = (PIECES + THREADS - 1) / THREADS;
     Piece piece[OWN];
@@ -150,7 +151,7 @@ struct Query {
         }
     }
 
-    // Complete behind the next barrier.
+    // Complete after the next barrier.
     __device__ __forceinline__ void store(SplitShared& shared) const {
 #pragma unroll
         for (int n = 0; n < OWN; ++n) {
@@ -167,9 +168,9 @@ private:
     __device__ __forceinline__ static int row_at(int i) { return i % 32 / 4 + 8 * (i / 32 % ROW_TILES); }
 };
 
-// Rows of 16 keys: row_of(key of the step) gives the address of a row. Loads depend on no condition: the compiler would let
-// them wait for each other to merge what they bring with zeros. So what is not wanted is read again from a wanted row, and
-// comes to nothing later: its logit is -inf, its value `only_seen` clears.
+// Rows of 16 keys: row_of(key of the step) is the address of a row. Loads are unconditional: otherwise the compiler
+// makes them wait for each other to merge their results with zeros. An unwanted key is replaced by a wanted row and
+// cancelled later: its logit is -inf, and `only_seen` clears its value.
 template <typename RowOf>
 __device__ __forceinline__ void load_keys(Keys& keys, const RowOf& row_of) {
     const int lane = threadIdx.x & 31;
@@ -195,12 +196,13 @@ __device__ __forceinline__ void load_values(Values& values, const RowOf& row_of)
     }
 }
 
-// Which key of a step to read in place of key `i`: itself if it is `wanted`, else the first that is (key 0 if none is).
+// The key of a step to read in place of key `i`: itself if it is `wanted`, else the first wanted one (key 0 if none
+// is).
 __device__ __forceinline__ int key_to_read(int i, unsigned wanted) {
     return wanted >> i & 1 ? i : max(__ffs(static_cast<int>(wanted)), 1) - 1;
 }
 
-// Clears the values of keys that no query sees: they must not meet a probability of 0 (0 * inf).
+// Clears the values of keys that no query sees: a probability of 0 would turn an infinity into NaN.
 __device__ __forceinline__ void only_seen(Values& values, unsigned seen) {
     if (seen == (1u << STEP) - 1) return;
 #pragma unroll
@@ -233,7 +235,7 @@ __device__ __forceinline__ void score_keys(Logits& s, const SplitShared& shared,
     }
 }
 
-// What a warp has seen so far.
+// The keys that a warp has seen so far.
 struct WarpState {
     float o[VALUE_TILES][ROW_TILES][4];
     RowState rows;
@@ -299,7 +301,7 @@ struct WarpState {
 #pragma unroll
             for (int c = 0; c < VALUE_CHUNKS; ++c)
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {  // a word holds two dims of a key: two keys of one dim are wanted
+                for (int i = 0; i < 4; ++i) {  // a word holds two dims of a key, but an operand two keys of a dim
                     const Piece (&key)[4] = values.piece[c];
                     const unsigned a[4] = {__byte_perm(key[0].word[i], key[1].word[i], 0x5410),
                                            __byte_perm(key[0].word[i], key[1].word[i], 0x7632),
@@ -318,7 +320,7 @@ struct WarpState {
         return (d / EACH * 8 + (threadIdx.x & 31) / 4) * PIECE + d % EACH * 2 + (i >> 1);
     }
 
-    // Stores this warp's results to shared memory; visible behind the next barrier.
+    // Stores this warp's results to shared memory; visible after the next barrier.
     __device__ __forceinline__ void leave(SplitShared& shared) {
         const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
         rows.finish();
@@ -343,10 +345,10 @@ struct alignas(4 * VECTOR_WIDTH) Vector {
     float x[VECTOR_WIDTH];
 };
 
-// Combines `count` splits: o (count, ROWS, VALUE_DIM) and state (count, ROWS), in global memory (`far`) or in shared memory
-// (at most 32). `weights` has room for ROWS * count floats. Calls write_state(row, state) once per row and
+// Combines `count` splits: o (count, ROWS, VALUE_DIM) and state (count, ROWS), in global memory (`far`) or in shared
+// memory (at most 32). `weights` has room for ROWS * count floats. Calls write_state(row, state) once per row and
 // write(row, dim, o, l) once per element, in any thread. All threads of the block call it; `o` and `state` must be
-// complete, and what is in shared.o is lost if they are far. Loads are made many at a time: each batch costs a latency.
+// complete; if `far`, shared.o is overwritten. Loads are issued many at a time, because each batch costs a latency.
 template <bool far, typename WriteState, typename Write>
 __device__ __forceinline__ void combine(const float* o, const SplitState* state, int count, float* weights,
                                         SplitShared& shared, int rows, const WriteState& write_state,
@@ -363,7 +365,7 @@ __device__ __forceinline__ void combine(const float* o, const SplitState* state,
         for (int k = 0; k < BATCH; ++k)
             own[k] = split + k * SLICES < count ? first[(split + k * SLICES) * GROUPS] : Vector{};
     };
-    // Under way at the same time as the states.
+    // In flight together with the states.
     if (threadIdx.x < GROUPS * SLICES && row_of(threadIdx.x) < rows) load(threadIdx.x, threadIdx.x / GROUPS);
 
     const int lane = threadIdx.x & 31;

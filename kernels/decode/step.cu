@@ -1,6 +1,7 @@
-// One token more for a cache that keeps, per sequence and kv head, the keys that are in the top `window` by (score,
-// position) of those with a score of at least `threshold`, the first `sinks` and the last `recent` positions (SPEC section 7; cupy_dma/cache/state.py): takes the token's
-// key in, computes the attention of its queries over what is kept, and finds what the token after it will need.
+// One more token for a cache that keeps, per sequence and kv head, the top `window` keys by (score, position) among those
+// with a score of at least `threshold`, the first `sinks` and the last `recent` positions (SPEC section 7;
+// cupy_dma/cache/state.py): inserts the token's key, computes the attention of its queries over the kept keys, and finds
+// what the next token will need.
 //
 // key        // (B, Hkv, R, HEAD_DIM) ELEMENT     score    // (B, Hkv, R) f32      lengths  // (B) int64: tokens seen
 // value      // (B, Hkv, R, VALUE_DIM) ELEMENT    position // (B, Hkv, R) int64    lowest   // (B, Hkv): slot of the top's
@@ -8,26 +9,29 @@
 // out        // (B, L, H, VALUE_DIM), contiguous  lse // (B, H, L) f32             free     // (B, Hkv): a slot not needed, -1
 //                                                                    lowest_score // (B, Hkv) f32: that of slot `lowest`
 //
-// One launch. The R slots of one (sequence, kv head, set of ROWS query heads) are split among `num_splits` blocks. They
-// only read the state: `lowest`, its score and `free`, found by the launch before, tell every block which key leaves
-// the top and which slot the token takes; its rows stand in shared memory in place of that slot's. What a block finds
-// goes to `partial`: outputs, and of set 0 the lowest key of the top and a free slot of its split. The block that takes
-// the last ticket of a (sequence, kv head) combines the splits in order and alone changes the state; by then no block
-// reads it any more. `lengths` is read for all kv heads of a sequence: the last of these changes it (a second ticket).
+// One launch. The R slots of one (sequence, kv head, set of ROWS query heads) are split among `num_splits` blocks,
+// which only read the state: `lowest`, its score and `free`, found by the previous launch, tell every block which key
+// leaves the top and which slot the token takes; in shared memory the token's rows replace that slot's. A block writes
+// its results to `partial`: outputs, and for set 0 the lowest key of the top and a free slot of its split. The block
+// with the last ticket of a (sequence, kv head) combines the splits in order and alone changes the state, which no
+// block reads any more by then. `lengths` is shared by all kv heads of a sequence: the last of these changes it (a
+// second ticket).
 //
-// CLUSTER > 1 (sm_90 and later): the splits, that many and of one set, are a cluster of blocks. They leave their results in
-// the shared memory of the first, which goes on when all of them are there: neither partial results in memory nor a ticket.
+// CLUSTER > 1 (sm_90 and later): the splits, CLUSTER of them and a single set, are a cluster of blocks. They write
+// their results to the first block's shared memory, which continues when all have arrived: no partial results in global
+// memory and no ticket.
 //
-// A warp loads its first rows before it is known which are needed, because they take as long to come as that takes to be
-// found out; of the others only those that are needed. counts: sequences with fewer than `token` + 1 tokens take no step.
+// A warp loads its first rows before it is known which are needed, because that takes as long to find out as the rows
+// take to arrive; of the others it loads only those that are needed. counts: sequences with fewer than `token` + 1
+// tokens take no step.
 //
-// Prelude: that of decode/split_kv.cuh, MIN_BLOCKS, ATTEND (0: there are no queries), CLUSTER, DELAY (of
-// scores as biases: SPEC section 16).
+// Prelude: that of decode/split_kv.cuh, MIN_BLOCKS, ATTEND (0: there are no queries), CLUSTER, DELAY (of scores as
+// biases: SPEC section 16).
 #include "common/arch.cuh"
 #include "common/rank.cuh"
 #include "decode/split_kv.cuh"
 
-// The lowest key of the top in some slots, and the first free one of them.
+// The lowest key of the top among some slots, and the first free slot.
 struct Candidate {
     long long position;
     unsigned rank;
@@ -39,7 +43,7 @@ struct StepParams {
     const ELEMENT* new_key;    // (B, L, Hkv, HEAD_DIM)
     const ELEMENT* new_value;  // (B, L, Hkv, VALUE_DIM)
     const float* new_score;    // (B, Hkv, L)
-    const int* counts;         // (B), or null: all take the step
+    const int* counts;         // (B), or null: all sequences take the step
     ELEMENT* key;
     ELEMENT* value;
     float* score;
@@ -63,7 +67,7 @@ struct StepParams {
     int kv_heads, group, sets;   // group: query heads of a kv head, in `sets` sets
     int num_splits, split_size;  // slots of a split, a multiple of STEP
     int slots, sinks, recent;
-    int length, token;  // L, and which of them
+    int length, token;  // L, and the token's index in it
     float scale, softcap;
     float threshold;
     int delay;  // with DELAY
@@ -82,18 +86,18 @@ struct StepShared {
         float o[CLUSTER][ROWS][VALUE_DIM];
         SplitState state[CLUSTER][ROWS];
         Candidate candidates[CLUSTER];
-    } splits;  // of the first block: what all have found
+    } splits;  // of the first block: the results of all
 #endif
     Candidate candidates[WARPS];
     int last;
 };
 
-// What the token does to its kv head.
+// The effect of the token on its kv head.
 struct Change {
     long long position;  // of the token
     float score;
     bool enters;         // the top
-    int dropped, target;  // slots: whose key leaves the top, and that the token takes; -1: none
+    int dropped, target;  // slots: of the key that leaves the top, and of the token; -1: none
 };
 
 struct Head {
@@ -131,14 +135,14 @@ struct Head {
     }
 };
 
-// What is known of a slot.
+// A lane's data of a slot.
 struct Slot {
     int number;
     long long position;  // -1: empty
     float score;
     int in_top;
 
-    // As the state has it.
+    // As in the state.
     __device__ __forceinline__ Slot(const Head& head, int number, int end)
         : number(number), position(-1), score(0.0f), in_top(0) {
         if (number < end) {
@@ -149,7 +153,7 @@ struct Slot {
         }
     }
 
-    // As it is when the token has come.
+    // As after the token's arrival.
     __device__ __forceinline__ void apply(const Change& change) {
         if (number == change.dropped || position < 0) in_top = 0;
         if (number != change.target) return;
@@ -158,12 +162,12 @@ struct Slot {
         in_top = change.enters;
     }
 
-    // What the token at `now` adds to the key's logit.
+    // The bias of the key for the token at `now`.
     __device__ __forceinline__ float bias(const StepParams& p, long long now) const {
         return DELAY && position > now - p.delay ? 0.0f : score;
     }
 
-    // Whether the token at `now` sees the key, or needs it to be kept.
+    // Whether the token at `now` sees the key, or the key must be kept.
     __device__ __forceinline__ bool needed(const StepParams& p, long long now) const {
         return position >= 0 && (in_top || position < p.sinks || position > now - p.recent);
     }
@@ -177,7 +181,7 @@ __device__ __forceinline__ void merge(Candidate& own, const Candidate& other) {
     own.free = free;
 }
 
-// The same for a warp.
+// The same, over a warp.
 __device__ __forceinline__ Candidate merge_lanes(const Candidate& own) {
     const auto lowest = [](bool among, unsigned x) { return __reduce_min_sync(ALL_LANES, among ? x : ~0u); };
     bool among = own.slot != NO_SLOT;
@@ -221,7 +225,7 @@ __device__ void write_nothing(const StepParams& p, const Head& head, int first_h
             -infinity();
 }
 
-// The state after the token, but for its rows. One thread.
+// The state after the token, except its rows. One thread.
 __device__ void change_state(const StepParams& p, const Head& head, const Change& change, Candidate lowest) {
     const long long first = head.pair * p.slots;
     if (change.dropped >= 0) p.in_top[first + change.dropped] = 0;
@@ -236,7 +240,7 @@ __device__ void change_state(const StepParams& p, const Head& head, const Change
     p.free[head.pair] = lowest.free == NO_SLOT ? -1 : lowest.free;
 }
 
-// The token's rows on their way to shared memory, a piece a thread.
+// The token's rows on their way to shared memory, one piece per thread.
 struct TokenRows {
     Piece piece;
 
@@ -247,13 +251,13 @@ struct TokenRows {
                                : load_piece<VALUE_DIM>(head.new_value(), i - KEY_PIECES, i < KEY_PIECES + VALUE_PIECES);
     }
 
-    // Complete behind the next barrier.
+    // Complete after the next barrier.
     __device__ __forceinline__ void store(StepShared& shared) const {
         if (threadIdx.x < KEY_PIECES + VALUE_PIECES) shared.token[threadIdx.x] = piece;
     }
 };
 
-// From there to the slot that the token takes.
+// From shared memory to the token's slot.
 __device__ __forceinline__ void store_token(const StepShared& shared, const Head& head, int slot) {
     const int i = threadIdx.x;
     if (i < KEY_PIECES)
@@ -262,7 +266,7 @@ __device__ __forceinline__ void store_token(const StepShared& shared, const Head
         store_piece<VALUE_DIM>(head.value_of(slot), i - KEY_PIECES, shared.token[i]);
 }
 
-// The token's rows in place of those of key `number` of a step.
+// The token's rows replace those of key `number` of a step.
 __device__ __forceinline__ void take_key(Keys& keys, const StepShared& shared, int number) {
     const int lane = threadIdx.x & 31;
 #pragma unroll
@@ -321,13 +325,13 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) deco
         Keys keys;
         Values values;
         int next_slot = first;  // of the step whose rows are loaded next
-        // Of its slots; at first: those that there are.
+        // Its slots in bounds; at first all that exist.
         unsigned seen = next_slot < end ? ~0u >> (32 - min(STEP, end - next_slot)) : 0;
         const auto slot_to_read = [&](int i) { return min(next_slot + key_to_read(i, seen), end - 1); };
         const auto key_at = [&](int i) { return head.key_of(slot_to_read(i)); };
         const auto value_at = [&](int i) { return head.value_of(slot_to_read(i)); };
         const auto slot_at = [&](int base) { return Slot(head, base + lane, lane < STEP ? end : 0); };
-        const auto arrive = [&](Slot& slot) {  // the token has come: what is seen of the step's slots
+        const auto arrive = [&](Slot& slot) {  // after the token's arrival: the mask of the step's slots
             slot.apply(change);
             const bool mine = lane < STEP && slot.number < end;
             if (mine && set == 0) consider(candidate, slot, change, p);
@@ -355,7 +359,7 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) deco
             score_keys(s, shared.split, keys);
             if (!TOGETHER) load_values(values, value_at);
             if (here) take_value(values, shared, taken);
-            // The next step's keys load while this one waits for its values, its values load while its keys are multiplied.
+            // The next step's keys load while this step waits for its values; its values load during its QK MMA.
             slot = following;
             following = slot_at(base + 2 * STRIDE);
             next_slot = base + STRIDE;
@@ -381,14 +385,14 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) deco
     if (lane == 0) shared.candidates[warp] = candidate;
     __syncthreads();  // the results of all warps are in place
 
-    // ---- the last block of a (sequence, kv head) goes on, of a cluster the first ----
+    // ---- the last block of a (sequence, kv head), or the first of a cluster, continues ----
     const float* o = &shared.split.o[0][0][0];
     const SplitState* states = &shared.split.state[0][0];
     const Candidate* found = shared.candidates;
     int candidates = WARPS;
 #if CLUSTER > 1
     auto& all = *first_of_cluster(&shared.splits);
-    cluster_wait();  // for the first block's memory
+    cluster_wait();  // the first block's memory exists
     float* split_o = &all.o[split][0][0];
     SplitState* split_state = all.state[split];
     Candidate* split_candidate = &all.candidates[split];
@@ -410,7 +414,7 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) deco
 #if CLUSTER > 1
         cluster_arrive();
         if (split != 0) return;
-        cluster_wait();  // for what all blocks have found
+        cluster_wait();  // all blocks' results are there
         o = &shared.splits.o[0][0][0];
         states = &shared.splits.state[0][0];
         found = shared.splits.candidates;
@@ -424,7 +428,7 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) deco
         candidates = num_splits;
     }
 
-    // ---- nobody else reads the state any more: change it ----
+    // ---- no other block reads the state any more: change it ----
     if (warp == WARPS - 1) {
         Candidate best = NOTHING;
         for (int i = lane; i < candidates; i += 32) merge(best, found[i]);

@@ -1,10 +1,11 @@
-// Key lists of super-tiles of queries, from the bits of a dense mask (lists/dense_mask.cu): what the gradients of keys
-// and values gather (sm80/backward_dkv.cu).
+// Key lists of super-tiles of queries, from the bits of a dense mask (lists/dense_mask.cu), for the gradients of keys
+// and values (sm80/backward_dkv.cu).
 //
-// A super-tile has R consecutive queries, and its list holds the keys that any of them sees under any head of the kv head,
-// in order. R is chosen here, per list row: the first of U, 2 U, 4 U, ... with which the lists of all super-tiles
-// fit into `entries` together, each from a multiple of TILE_KEYS on. The last choice is one super-tile of all queries, which always fits. So few visible keys
-// are gathered for few queries at a time, and where everything is visible every key is listed once.
+// A super-tile has R consecutive queries, and its list holds the keys that any of them sees under any head of the kv
+// head, in order. R is chosen here, per list row: the first of U, 2 U, 4 U, ... for which the lists of all super-tiles,
+// each starting at a multiple of TILE_KEYS, fit into `entries` together. The last choice is one super-tile of all
+// queries, which always fits. So sparse keys are gathered for few queries at a time, and if everything is visible every
+// key is listed once.
 //
 //   seen_keys    seen // (list rows, units, key_stride / 32) u32: bit j % 32 of word j / 32 = one of these U queries
 //                sees key j
@@ -15,10 +16,10 @@
 //                slots // (list rows, units, key_length): a key's entry in the list of a super-tile, or -1
 //                super_counts // (list rows): super-tiles
 //   list_states  states // (mask rows, entries / BLOCK_KEYS, query_words) u16: as in lists/dense_mask.cu, of these keys
-//                and the words of their super-tile's queries; entries that are no keys do not count
+//                and the words of their super-tile's queries; entries without a key are ignored
 //
-// A list row is a kv head of a batch entry (or all heads, all batch entries); `share` mask rows belong to it. Every kernel
-// reads what it needs once: seen_keys and list_states the words, the others much less.
+// A list row is a kv head of a batch entry (or all heads, all batch entries); `share` mask rows belong to it. Every
+// kernel reads its input once: seen_keys and list_states the words, the others much less.
 //
 // Prelude: none.
 #include "common/arch.cuh"
@@ -35,14 +36,14 @@ struct SuperParams {
     unsigned short* states;
     int query_length, key_length, query_words, key_stride, key_chunks;
     int unit_queries, units;  // U, a multiple of 64, and how many of them there are
-    int nodes;                // lists of all choices together
+    int nodes;                // number of lists of all choices
     int entries, share;
 };
 
 constexpr int THREADS = 256;
-constexpr int OWN = 4;  // neighbouring keys of a thread
+constexpr int OWN = 4;  // consecutive keys of a thread
 constexpr int BLOCK_KEYS = 64;
-constexpr int TILE_KEYS = 128;  // the most that a kernel takes of a list at once
+constexpr int TILE_KEYS = 128;  // the most keys of a list that a kernel reads at once
 
 // Super-tiles of 2^level units each.
 __device__ __forceinline__ int supers_of(const SuperParams& p, int level) {
@@ -98,10 +99,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) count_keys(const SuperPara
     if (threadIdx.x == 0) p.counts[blockIdx.x] = total;
 }
 
-// Entries that a list of `keys` keys takes.
+// List entries that `keys` keys take.
 __device__ __forceinline__ int entries_of(int keys) { return (keys + TILE_KEYS - 1) / TILE_KEYS * TILE_KEYS; }
 
-// A block makes the list of one super-tile, if the choice has as many.
+// A block makes the list of one super-tile, if the chosen size has that many.
 extern "C" __global__ void __launch_bounds__(THREADS) super_keys(const SuperParams p) {
     wait_for_earlier_kernels();
     __shared__ int warp_values[32];
@@ -129,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) super_keys(const SuperPara
     for (int b = threadIdx.x; b * BLOCK_KEYS < entries_of(count); b += THREADS)
         blocks[first / BLOCK_KEYS + b] = make_int4(first_query, min(first_query + queries, p.query_length),
                                                    min(max(count - b * BLOCK_KEYS, 0), BLOCK_KEYS), 0);
-    if (super == supers - 1)  // behind the last list
+    if (super == supers - 1)  // after the last list
         for (int b = all / BLOCK_KEYS + threadIdx.x; b < p.entries / BLOCK_KEYS; b += THREADS)
             blocks[b] = make_int4(0, 0, 0, 0);
 
@@ -166,7 +167,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) list_states(const SuperPar
     const int key[2] = {exists[0] ? list[lane] : 0, exists[1] ? list[lane + 32] : 0};
     const unsigned* columns = p.columns + mask_row * p.query_words * p.key_stride;
     unsigned short* states = p.states + static_cast<long long>(blockIdx.x) * p.query_words;
-    const int end_word = (found.y + 63) / 64 * 2;  // steps of 64 queries look at both words
+    const int end_word = (found.y + 63) / 64 * 2;  // steps of 64 queries read both words
     for (int at = found.x / 32 + threadIdx.x / 32 * WORDS; at < end_word; at += THREADS / 32 * WORDS) {
         unsigned any[WORDS] = {}, all[WORDS];
 #pragma unroll

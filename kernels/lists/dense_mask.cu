@@ -1,17 +1,17 @@
 // Dense boolean masks as bits, and the key lists of tiles of queries made from them.
 //
-//   pack_mask    columns // (mask rows, query_words, key_stride) u32: bit i % 32 of word (i / 32, j) = query i sees key j.
-//                A word holds 32 queries of one key, because lists, skipped blocks and tests all go by keys. It also
-//                holds the interval mask and causality that the call may have besides, so that nothing else knows of
-//                them: start_j <= p_i < stop_j and j <= p_i with p_i = i + Lk - Lq.
+//   pack_mask    columns // (mask rows, query_words, key_stride) u32: bit i % 32 of word (i / 32, j) = query i sees key
+//                j. A word holds 32 queries of one key, because lists, skipped blocks and tests all work by keys. It
+//                also includes the call's interval mask and causality, so that no other kernel needs them: start_j <=
+//                p_i < stop_j and j <= p_i with p_i = i + Lk - Lq.
 //                states // (mask rows, query_words, key_stride / 64) u16: 0 no pair of these 32 queries and 64 keys is
-//                visible, 1 some are, 3 all are (queries past the last do not count, keys past the last are not seen)
+//                visible, 1 some are, 3 all are (queries past the last are ignored, keys past the last are not seen)
 //                query_words is a multiple of 4, so that a tile of 128 queries has all its words
 //   dense_lists  per (mask row, tile of QUERIES queries) its list of keys as in lists/intervals.cu: keys that all its
 //                queries see in order from the front, keys that some see in order from the back, and the two counts
 //
-// Both are bound by reading: pack_mask the bytes of the mask once, a thread 4 neighbouring keys of 32 queries; dense_lists
-// the words once, a thread 4 neighbouring keys of a tile.
+// Both are bound by memory reads: pack_mask reads the bytes of the mask once, a thread 4 consecutive keys of 32
+// queries; dense_lists reads the words once, a thread 4 consecutive keys of a tile.
 //
 // Prelude: QUERIES (of a tile: 4, 8, 16 or a multiple of 32).
 #include "common/arch.cuh"
@@ -34,7 +34,7 @@ struct DenseParams {
 };
 
 constexpr int THREADS = 256;
-constexpr int OWN = 4;  // neighbouring keys of a thread
+constexpr int OWN = 4;  // consecutive keys of a thread
 constexpr int CHUNK = THREADS * OWN;
 constexpr int STATE_KEYS = 64;
 constexpr unsigned ONES = 0x01010101u;
@@ -46,7 +46,7 @@ __device__ __forceinline__ unsigned bits_between(long long first_position, int s
     return (ALL_LANES >> (32 - (high - low))) << low;
 }
 
-// Four neighbouring bytes of a row; those at keys past the last are 0.
+// Four consecutive bytes of a row; 0 for keys past the last.
 __device__ __forceinline__ unsigned four_keys(const DenseParams& p, const unsigned char* row, int key) {
     unsigned four = 0;
 #pragma unroll
@@ -55,7 +55,7 @@ __device__ __forceinline__ unsigned four_keys(const DenseParams& p, const unsign
     return four;
 }
 
-// Those of the queries first_query .. first_query + 31 that the interval mask and causality let see a key.
+// Bits of the queries first_query .. first_query + 31 to which the interval mask and causality show a key.
 __device__ __forceinline__ unsigned visible_queries(const DenseParams& p, int batch, int head, int first_query, int key) {
     if (key >= p.key_length) return 0;
     const long long first_position = static_cast<long long>(first_query) + p.key_length - p.query_length;
@@ -86,11 +86,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) pack_mask(const DenseParam
     rest /= p.key_chunks;
     const int word = static_cast<int>(rest % p.query_words), first_query = word * 32;
     const int row = static_cast<int>(rest / p.query_words), batch = row / p.mask_heads, head = row % p.mask_heads;
-    const int queries = p.query_length - first_query;  // from this word's first on
+    const int queries = p.query_length - first_query;  // from this word's first query on
     const unsigned char* source = p.dense + batch * p.dense_batch + head / p.dense_share * p.dense_head +
                                   first_query * p.dense_query;
 
-    // Byte k of gathered[g] holds bits 8 g .. 8 g + 7 of the word of this thread's key k: a shift and an or for four keys.
+    // Byte k of gathered[g] holds bits 8 g .. 8 g + 7 of the word of this thread's key k: a shift and an or per four
+    // keys.
     unsigned gathered[4] = {};
     if (VECTOR && queries >= 32 && key + OWN <= p.key_length) {
 #pragma unroll

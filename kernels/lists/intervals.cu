@@ -1,19 +1,19 @@
 // Key lists: which keys a tile of queries must gather, from the intervals of a mask row.
 //
-// start, stop // (1|B, 1|Hkv|H, Lk) int32, last axis contiguous. With CAUSAL a key is hidden from positions before its
-// own as well.
+// start, stop // (1|B, 1|Hkv|H, Lk) int32, last axis contiguous. CAUSAL also hides a key from positions before its own.
 //
 // Five kernels; a row is one (batch, head) of the mask:
 //   count_seen    per chunk of CHUNK keys: how many are visible to any query, lowest start, highest stop
 //   compact_seen  those keys in order: index, interval (CAUSAL applied); where each chunk's begin
 //   tile_lists    per tile of `queries` positions: its full keys in order from the front of its list, its partial
-//                 keys in order from the back, and the two counts              (a mask with few keys per tile); of a
-//                 single chunk (`seen` null) without the two before it, for all keys are looked at anyway
-//   super_lists   per super-tile of `super_queries` positions: its keys, those that it outlives first, by their stop, then
-//                 those that see all of it, then those that come within it; and for each key its slots in the lists of
-//                 its super-tiles (the backward pass; count_seen and compact_seen then count these slots too)
-//   summarize     per BLOCK_N compacted keys: lowest and highest start and stop (of sequences without a bound, or where a
-//                 bound is no less than all keys; lists/lifetimes.cu: other masks)
+//                 keys in order from the back, and the two counts (for a mask with few keys per tile). If there is a
+//                 single chunk it reads all keys and needs no compact_seen (`seen` null)
+//   super_lists   per super-tile of `super_queries` positions: first the keys whose lifetime ends within it, by their
+//                 stop, then the keys that see all of it, then those that start within it; and for each key its slots
+//                 in the lists of its super-tiles (backward pass; count_seen and compact_seen then count these slots
+//                 too)
+//   summarize     per BLOCK_N compacted keys: lowest and highest start and stop (for sequences without a bound, or if
+//                 the bound is at least the number of keys; lists/lifetimes.cu handles other masks)
 //
 // With SEQUENCES start and stop are rows of query (lists/varlen.cu), tiles and super-tiles do not cross sequences, and
 // `super` counts the super-tiles of a sequence.
@@ -43,8 +43,8 @@ struct ListParams {
     long long start_batch, start_head, stop_batch, stop_head;  // strides, in elements; 0 where an axis broadcasts
     int heads;  // of the mask: row = batch * heads + head
     int key_length, query_length, chunks, queries, tiles, capacity, summary_blocks;
-    int short_tiles, missing_queries;  // that many tiles, the first ones, have that many queries less
-    int tile_warps;  // warps of tile_lists that make a tile's list: 1, 2 or 4
+    int short_tiles, missing_queries;  // the first `short_tiles` tiles have `missing_queries` fewer queries
+    int tile_warps;  // warps per list in tile_lists: 1, 2 or 4
     int super_queries, supers, super_capacity, sequences;
     long long super_entries;  // SEQUENCES: instead of supers * super_capacity
 };
@@ -145,8 +145,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) compact_seen(const ListPar
     }
 }
 
-// Compacted keys among which all are that meet positions first .. last: chunks before the first and behind the last chunk
-// that meets them are left out.
+// A range of compacted keys that contains all keys that meet positions first .. last: without the chunks before the
+// first and after the last chunk that meets them.
 __device__ __forceinline__ int2 find_range(const ListParams& p, long long row, int first, int last,
                                            int (&warp_values)[32]) {
     int first_chunk = NEVER, last_chunk = -1;
@@ -168,12 +168,12 @@ __device__ __forceinline__ int first_query_of(const ListParams& p, int tile) {
     return tile * p.queries - min(tile, p.short_tiles) * p.missing_queries;
 }
 
-// A block makes the lists of consecutive tiles: all of it looks for keys that any of them sees, a step at a time, and
-// passes them through shared memory; then `tile_warps` warps make each tile's list of them. Keys that all tiles see in
-// full, nearly all of them, are copied; the others are sorted, by each warp of the tile for itself.
+// A block makes the lists of consecutive tiles. All its threads search for keys that any of these tiles sees, a step at
+// a time, and pass them through shared memory; `tile_warps` warps per tile then make its list. Keys that all tiles see
+// in full, nearly all of them, are copied; each of the tile's warps sorts the others for itself.
 extern "C" __global__ void __launch_bounds__(THREADS) tile_lists(const ListParams p) {
     wait_for_earlier_kernels();
-    constexpr int STEP = 4;  // consecutive compacted keys a thread looks at
+    constexpr int STEP = 4;  // consecutive compacted keys that a thread reads
     __shared__ int warp_values[32];
     __shared__ int common_key[THREADS * STEP], found_key[THREADS * STEP];
     __shared__ int2 found_interval[THREADS * STEP];
@@ -257,11 +257,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) tile_lists(const ListParam
     }
 }
 
-// Kinds of a super-tile's keys, in the order of its list: those that it outlives, in BINS bins by their stop, so that tiles
-// of them need few of the queries; those that see all of it; those that come within it.
+// Kinds of a super-tile's keys, in the order of its list: those that end within it, in BINS bins by their stop, so that
+// tiles of them need few of the queries; those that see all of it; those that start within it.
 constexpr int BINS = 30, SEES_ALL = BINS, COMES = BINS + 1, KINDS = 32;
 
-// The lanes of this warp whose kind is this lane's.
+// The lanes of this warp whose kind equals this lane's.
 __device__ __forceinline__ unsigned lanes_of_kind(int kind) {
     unsigned lanes = ALL_LANES;
 #pragma unroll
@@ -272,7 +272,7 @@ __device__ __forceinline__ unsigned lanes_of_kind(int kind) {
     return lanes;
 }
 
-// One super-tile a block: a first pass counts the keys of each kind, a second one writes them in their own order.
+// One super-tile per block: a first pass counts the keys of each kind, a second one writes them in their order.
 extern "C" __global__ void __launch_bounds__(THREADS) super_lists(const ListParams p) {
     wait_for_earlier_kernels();
     __shared__ int warp_values[32];

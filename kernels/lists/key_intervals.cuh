@@ -1,5 +1,5 @@
-// What kernels that list keys share: the intervals of a row of a mask, of which their parameters hold start, stop, their
-// strides, heads and lengths; summaries of blocks of keys; how keys are shared out among threads.
+// Shared by the kernels that list keys: the intervals of a mask row, whose parameters contain start, stop, their
+// strides, heads and lengths; summaries of blocks of keys; how keys are distributed over threads.
 //
 // Prelude: CAUSAL, SEQUENCES.
 #pragma once
@@ -9,7 +9,7 @@ constexpr int THREADS = 256, WARPS = THREADS / 32;
 constexpr int OWN = 8;  // consecutive keys of a thread
 constexpr int CHUNK = THREADS * OWN;
 
-// Within the positions of queries: a key that no query sees may hold NaN, and must be in no list.
+// Clipped to the positions of queries: a key that no query sees may hold NaN and must be in no list.
 struct Intervals {
     const int *start, *stop;
     int first_position, key_length;
@@ -29,7 +29,7 @@ struct Intervals {
     }
 };
 
-// Lowest and highest start, lowest and highest stop of intervals[begin .. end - 1], by a warp together.
+// Lowest and highest start, lowest and highest stop of intervals[begin .. end - 1], by a whole warp.
 __device__ __forceinline__ int4 summary_of(const int2* intervals, int begin, int end) {
     int4 s = make_int4(NEVER, INT_LOWEST, NEVER, INT_LOWEST);
     for (int i = begin + (threadIdx.x & 31); i < end; i += 32) {

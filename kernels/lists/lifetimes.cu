@@ -1,19 +1,19 @@
-// One order of a mask row's keys for all tiles, where no bound tells how many keys a tile sees: keys of similar lifetimes
-// together, in their own order. So a block of keys has keys that the same queries see, and its summary is nearly exact:
-// recent keys that die soon are apart from old ones that live on.
+// One order of a mask row's keys for all tiles, for masks without a bound on the keys of a tile: keys of similar
+// lifetimes together, each group in its own order. A block then holds keys that the same queries see, and its summary
+// is nearly exact: recent keys that die soon are separate from old ones that live on.
 //
 //   count_kinds     per chunk of CHUNK keys: how many of each kind
-//   order_keys      kinds become groups, and keys take their places: the longest-lived group first, each in the direction
-//                   opposite to the one before, so that a block of two groups has keys from one end of the sequence;
-//                   behind them the keys that no query sees
+//   order_keys      merges kinds into groups and places the keys: the longest-lived group first, each in the opposite
+//                   direction of the previous one, so that a block of two groups has keys from one end of the sequence;
+//                   at the end the keys that no query sees
 //   summarize_keys  per block of 16, 32, 64, 96 and 128 keys in that order: lowest and highest start and stop
 //
-// The kind of a key is how many of the queries see it: at least 32 << kind, or fewer for kind 0; EVER: all from its first
-// one to the last; UNSEEN. Kinds whose keys come so close that a block would hold several of them anyway are one group.
+// The kind of a key is how many queries see it: at least 32 << kind, or fewer for kind 0; EVER: all from its first to
+// the last; UNSEEN. Kinds so sparse that a block would hold several of them anyway are one group.
 //
-// With SEQUENCES (start and stop are rows of query, lists/varlen.cu) keys are ordered segment by segment: the chunks whose
-// first key belongs to one sequence are a segment, so that a long sequence is one, and a chunk of short sequences is one. A
-// tile looks at the segments that its sequence meets (chunk_info); other sequences' keys in them no row of the tile sees.
+// With SEQUENCES (start and stop are rows of query, lists/varlen.cu) keys are ordered segment by segment. A segment is
+// the chunks whose first keys belong to one sequence: a long sequence is one, and so is a chunk of short sequences. A
+// tile visits the segments that its sequence meets (chunk_info); no row of the tile sees other sequences' keys in them.
 //
 // Prelude: CAUSAL, SEQUENCES.
 #include "common/arch.cuh"
@@ -30,15 +30,15 @@ struct LifetimeParams {
     int* seen_count;   // (rows)
     int4* chunk_info;  // SEQUENCES (rows, chunks): seen keys of the chunk's segment, 0, 0, and where they begin in the order
     const int* bounds;  // SEQUENCES (4, sequences)
-    int4* summaries;   // for each size of blocks (rows, blocks of a row): lowest start, highest start, lowest and highest stop
+    int4* summaries;   // per block size (rows, blocks of a row): lowest start, highest start, lowest and highest stop
     long long start_batch, start_head, stop_batch, stop_head;  // strides, in elements; 0 where an axis broadcasts
     int heads;  // of the mask: row = batch * heads + head
     int rows, key_length, query_length, chunks, sequences;
 };
 
-constexpr int SHORTEST = 32;  // queries that see a key of kind 0, at most twice as many
+constexpr int SHORTEST = 32;  // queries that see a key of kind 0: fewer than twice this
 constexpr int EVER = 17, UNSEEN = 18, KINDS = 19;
-constexpr int BLOCK = 96;  // keys of a block, of which a group must have more alive at a time
+constexpr int BLOCK = 96;  // keys of a block; a group must have more than this alive at a time
 
 __device__ __forceinline__ int kind_of(int2 interval, int key_length) {
     if (interval.x >= interval.y) return UNSEEN;
@@ -71,7 +71,7 @@ struct Groups {
     bool backward[KINDS];
 };
 
-// The chunks that are ordered together with this one: first and end.
+// The first and end of the chunks that are ordered together with this one.
 __device__ __forceinline__ int2 segment_of(const LifetimeParams& p, int chunk) {
 #if SEQUENCES
     const int *key_first = p.bounds + 2 * p.sequences, *key_end = key_first + p.sequences;
@@ -83,15 +83,15 @@ __device__ __forceinline__ int2 segment_of(const LifetimeParams& p, int chunk) {
 #endif
 }
 
-// From the keys of each kind in all chunks of the segment and in those before this one, by one thread. `at`, `unseen_at`:
-// where the segment's keys begin in the order, and those that no query sees.
+// From the number of keys of each kind in all chunks of the segment and in those before this one, by one thread. `at`,
+// `unseen_at`: where the segment's keys begin in the order, and its unseen keys.
 __device__ __forceinline__ void find_groups(Groups& groups, const int (&all)[KINDS], const int (&before)[KINDS],
                                             int query_length, int at, int unseen_at) {
-    // From the shortest-lived kind up: of the kinds below, those that share a group have its first kind.
+    // From the shortest-lived kind up: kinds in one group have its first kind in common.
     int first[KINDS], keys = 0, group = 0;
     long long longest = 2 * SHORTEST;
     for (int kind = 0; kind < EVER; ++kind) {
-        const long long own = (2ll * SHORTEST) << kind;  // that a key of this kind lives at most
+        const long long own = (2ll * SHORTEST) << kind;  // the longest lifetime of this kind
         if (all[kind] > 0 && keys * (own - longest) >= (long long)BLOCK * query_length) {
             group = kind;
             keys = 0;
@@ -190,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) order_keys(const LifetimeP
     }
 }
 
-// A warp takes one block of one size.
+// One block of one size per warp.
 extern "C" __global__ void __launch_bounds__(THREADS) summarize_keys(const LifetimeParams p) {
     wait_for_earlier_kernels();
     constexpr int SIZES[] = {16, 32, 64, 96, 128};

@@ -2,7 +2,7 @@
 //
 // mask_of_rows: the mask of packed sequences, from key positions to query rows. Key j of sequence b is seen by the rows
 //     max(start_j - shift_b, query_first_b) <= i < min(stop_j - shift_b, query_end_b),  shift_b = key_end_b - query_end_b,
-// and by none if j is no key in use. With CAUSAL a key is hidden from positions before its own as well.
+// and by none if j is not a key in use. CAUSAL also hides a key from positions before its own.
 //
 // start, stop         // (1, 1|Hkv|H, Lk) int32, last axis contiguous, in packed key positions
 // row_start, row_stop // (mask heads, Lk) int32

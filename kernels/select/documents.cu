@@ -1,18 +1,18 @@
-// Selection within documents, and one set of keys for all queries: what is done besides ranking (SPEC section 3).
+// Selection within documents, and of one set of keys for all queries: everything except ranking (SPEC section 3).
 //
-//   runs_of_lengths  first key and end (one past the last key) of every key's document, from cumulative lengths:
-//                    a binary search for each key, log2(n) reads that all keys of a document share, 8 bytes written
+//   runs_of_lengths  first key and end (one past the last key) of every key's document, from cumulative lengths: a
+//                    binary search per key, log2(n) reads shared by all keys of a document, 8 bytes written
 //   runs_of_ids      the same from an id per key; a document begins wherever the id changes. A block takes a chunk of a
-//                    row and goes on to the nearest changes before and behind it: 8 bytes written a key, and one id read
-//                    for each key and, for each chunk, for each key of the documents that reach into it
-//   finish_runs      the positions that see a key, from the position at which `prefix_top_w.cu` drops it: 4 bytes read
-//                    and 4 written for each key and head, and 8 of its document
+//                    row and searches for the nearest changes before and after it. Per key 8 bytes written and one id
+//                    read; per chunk also the ids of all keys of the documents that cross its edges
+//   finish_runs      the positions that see a key, from the position at which `prefix_top_w.cu` drops it: per key and
+//                    head 4 bytes read, 4 written, and 8 of its document read
 //
 //     prefix         start = j,  stop = min(stop, end)
 //     global         start = first,  stop = (stop >= end and the key is real) ? end : first
 //
-// where the first document begins before, and the last ends after, all positions. With `apart` the attention keeps the
-// documents apart, and all runs are as open. A key is among the best of its document if it outlives it.
+// where the first document begins before, and the last ends after, all positions. With `apart` the attention separates
+// the documents, and all runs are open in this way. A key is among the best of its document if it outlives it.
 //
 // documents   // (count) cumulative lengths or (rows, Lk) ids, ID, any strides
 // first, end  // (rows, Lk) int32         stop     // (B, Hkv, Lk) int32, contiguous
@@ -35,7 +35,7 @@ struct RunParams {
     const unsigned char* padding;  // null: none
     int* stop;
     int* start;                    // null: not wanted, or written already
-    long long document_batch, padding_batch;  // strides, in elements; a batch entry's own start with the former
+    long long document_batch, padding_batch;  // strides, in elements; start uses document_batch if it has a batch axis
     int kv_heads, key_length;
     int global, apart;
     int everything;                // every key is kept: `stop` holds nothing yet
@@ -43,7 +43,7 @@ struct RunParams {
 
 constexpr int THREADS = 256;
 constexpr int WORDS = 128, CHUNK = 32 * WORDS;
-constexpr int AHEAD = 8;  // keys a thread looks at in one step of a search
+constexpr int AHEAD = 8;  // keys that a thread reads in one step of a search
 constexpr int EVER = INT_LOWEST;  // start of a key that is visible from the beginning
 
 extern "C" __global__ void __launch_bounds__(THREADS) runs_of_lengths(const DocumentParams p) {
@@ -58,11 +58,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) runs_of_lengths(const Docu
         if (bound(middle) <= key) low = middle + 1;
         else high = middle;
     }
-    p.first[key] = min(max(bound(max(low - 1, 0)), 0), key);  // of wrong lengths: still a key up to this one
-    p.end[key] = bound(min(low, p.count - 1));                // a key behind all documents is in an empty one
+    p.first[key] = min(max(bound(max(low - 1, 0)), 0), key);  // even with invalid lengths at most this key
+    p.end[key] = bound(min(low, p.count - 1));                // a key past all documents is in an empty one
 }
 
-// The highest bit that is set at or below bit `i`; -1: none.
+// The highest set bit at or below bit `i`; -1: none.
 __device__ __forceinline__ int last_bit(const unsigned* bits, int i) {
     for (int word = i >> 5; word >= 0; --word) {
         const unsigned found = word == i >> 5 ? bits[word] & (~0u >> (31 - (i & 31))) : bits[word];
@@ -71,7 +71,7 @@ __device__ __forceinline__ int last_bit(const unsigned* bits, int i) {
     return -1;
 }
 
-// The lowest bit that is set at or above bit `i`, of so many words; -1: none.
+// The lowest set bit at or above bit `i` of this many words; -1: none.
 __device__ __forceinline__ int next_bit(const unsigned* bits, int i, int words) {
     for (int word = i >> 5; word < words; ++word) {
         const unsigned found = word == i >> 5 ? bits[word] & (~0u << (i & 31)) : bits[word];
@@ -82,9 +82,9 @@ __device__ __forceinline__ int next_bit(const unsigned* bits, int i, int words) 
 
 extern "C" __global__ void __launch_bounds__(THREADS) runs_of_ids(const DocumentParams p) {
     wait_for_earlier_kernels();
-    __shared__ unsigned begins[WORDS];         // a bit for each key of the chunk with which a document begins
-    __shared__ unsigned nonzero[WORDS / 32];   // and for each of these words that has such a bit
-    __shared__ int before, behind;             // the nearest such keys up to the chunk's first key, and from its end on
+    __shared__ unsigned begins[WORDS];         // a bit per key of the chunk: whether it begins a document
+    __shared__ unsigned nonzero[WORDS / 32];   // a bit per word of these: whether it is nonzero
+    __shared__ int before, behind;             // nearest beginnings: up to the chunk's first key, and from its end on
     const int chunks = (p.key_length + CHUNK - 1) / CHUNK;
     const int begin = blockIdx.x % chunks * CHUNK, end = min(begin + CHUNK, p.key_length);
     const long long row = blockIdx.x / chunks;

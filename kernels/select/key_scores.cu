@@ -1,23 +1,22 @@
 // Key scores: score[b,h,j] = exp(A[h] * softplus(dt)) or A[h] * softplus(dt),
 //             dt = sum over (g, d) of value[b,j,g,d] * dt_proj[h, g*D + d]  (+ dt_bias[h]).
 //
-// With GRADIENT, instead of the scores, from their gradient dscore:
+// With GRADIENT, computes from the scores' gradient dscore instead:
 //             ddt = dscore * d score / d dt,  dA_partial = dscore * d score / d A[h] of this key alone;
-// both are 0 where dscore is 0, whatever the value holds (no query saw the key).
+// both are 0 where dscore is 0, even if the value is NaN (no query saw the key).
 //
 // value    // (B, Lk, Hkv, D) VALUE, any batch, row and head strides
 // dt_proj  // (Hkv, Hkv * D) WEIGHT, any row stride      A, dt_bias // (Hkv) PARAMETER
 // score, dscore, ddt, dA_partial // (B, Hkv, Lk) f32, contiguous; accumulated in float32
 //
 // With TENSOR_CORES (16-bit elements of one type, in rows of aligned 16 bytes) a warp multiplies 16 keys by all heads'
-// weights on the tensor cores, without barriers. It reads nothing twice but the weights, so what bounds it are the
-// bytes of the values. The order of channels in a sum does not matter: those of a step are assigned so that a lane has
-// 8 consecutive ones.
+// weights on the tensor cores, without barriers. It rereads only the weights, so the bytes of the values bound it. The
+// order of channels in a sum does not matter: those of a step are assigned so that a lane has 8 consecutive ones.
 //
 // Otherwise a block owns BLOCK_KEYS keys and HEAD_TILE heads, whose weights pass through shared memory CHANNELS at a
-// time (all at once, and once per block, where there are no more than that). A warp takes 32 / HEAD_TILE keys a round;
-// its lanes share the channels, keep one partial sum per key and head, and are summed so that every lane ends with one
-// finished (key, head), which it writes.
+// time (once per block if that is all of them). A warp takes 32 / HEAD_TILE keys per round; its lanes share the
+// channels, keep one partial sum per key and head, and are summed so that every lane ends with one finished (key,
+// head), which it writes.
 //
 // Prelude: VALUE, WEIGHT, PARAMETER, HEAD_DIM, KV_HEADS, HEAD_TILE (1, 2, 4 or 8), VECTOR (4 numbers a load, else 1),
 // EXP_FORM, GRADIENT, TENSOR_CORES.
@@ -40,7 +39,7 @@ struct ScoreParams {
 constexpr int WARPS = 8;
 constexpr int ALL_CHANNELS = KV_HEADS * HEAD_DIM;
 
-// Of key `key` and head `head`, whose dt is complete but for the bias.
+// For key `key` and head `head`, whose dt is complete except for the bias.
 __device__ __forceinline__ void write_score(const ScoreParams& p, int batch, int head, int key, float sum) {
     const float dt = sum + (p.dt_bias != nullptr ? to_float(p.dt_bias[head]) : 0.0f);
     const float softplus = dt > 20.0f ? dt : log1pf(expf(dt));  // e^-20 is below half a unit in the last place
@@ -60,7 +59,7 @@ __device__ __forceinline__ void write_score(const ScoreParams& p, int batch, int
 constexpr int BLOCK_KEYS = WARPS * 16;
 constexpr int HEAD_TILES = (KV_HEADS + 7) / 8;
 constexpr int PIECES = ALL_CHANNELS / 8;  // of 16 bytes
-constexpr int STEPS = HEAD_TILES > 1 ? 2 : 4;  // of 32 channels, whose loads are under way together
+constexpr int STEPS = HEAD_TILES > 1 ? 2 : 4;  // of 32 channels, whose loads are in flight together
 
 __device__ __forceinline__ void score_keys(const ScoreParams& p) {
     const int lane = threadIdx.x & 31, group = lane / 4, own = lane % 4;
@@ -79,7 +78,7 @@ __device__ __forceinline__ void score_keys(const ScoreParams& p) {
     float accumulators[HEAD_TILES][4] = {};
 #pragma unroll 1
     for (int first = own; first < PIECES + own; first += 4 * STEPS) {
-        // A tensor core adds up with truncation, so it does for short stretches only.
+        // A tensor core truncates its sums, so it sums short stretches only.
         float partial[2][HEAD_TILES][4] = {};
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
@@ -114,7 +113,7 @@ __device__ __forceinline__ void score_keys(const ScoreParams& p) {
         }
 }
 #else
-constexpr int KEYS = 32 / HEAD_TILE;  // of a warp at a time
+constexpr int KEYS = 32 / HEAD_TILE;  // per warp and round
 constexpr int ROUNDS = HEAD_TILE == 8 ? 4 : 1;
 constexpr int BLOCK_KEYS = WARPS * KEYS * ROUNDS;
 constexpr int WIDTH = VECTOR ? 4 : 1;
@@ -126,8 +125,8 @@ struct alignas(4 * sizeof(VALUE)) Four {
     VALUE x[4];
 };
 
-// Sums 2 * half values over the warp, half of them in each half of the lanes; after the call with half = 16 lane i holds
-// the sum of every lane's values[i] in values[0].
+// Sums 2 * half values over the warp, half of them in each half of the lanes; after the call with half = 16, values[0]
+// of lane i is the sum of all lanes' values[i].
 template <int half>
 __device__ __forceinline__ void transpose_sum(float (&values)[32]) {
     const bool upper = threadIdx.x & half;

@@ -1,6 +1,6 @@
-// What the gradients ddt of a key's projection and dA_partial of the key alone carry on:
+// Gradients of value and parameters, from the gradients ddt of a key's projection and dA_partial of the key alone:
 //
-// score_gradients      dvalue[b,j,c] = sum over h of ddt[b,h,j] * dt_proj[h,c]  (+ what dvalue_in holds), c = g*D + d
+// score_gradients      dvalue[b,j,c] = sum over h of ddt[b,h,j] * dt_proj[h,c]  (+ dvalue_in), c = g*D + d
 //                      partial[s,h,c] = sum over the keys j of slice s of ddt[b,h,j] * value[b,j,c]
 // add_score_gradients  ddt_proj[h,c] = sum over s of partial[s,h,c]
 //                      dA[h], ddt_bias[h] = sum over b, j of dA_partial[b,h,j], ddt[b,h,j]
@@ -11,7 +11,7 @@
 // partial // (slices, Hkv, Hkv * D) f32, a slice being slice_keys keys of one batch entry
 //
 // A thread owns one channel c: of BLOCK_KEYS keys, or of the sums of a slice; or one sum over slices. A key whose ddt
-// is 0 adds nothing, whatever its value holds. What is not asked for has no blocks.
+// is 0 adds nothing, even if its value is NaN. Results that are not requested get no blocks.
 //
 // Prelude: VALUE, WEIGHT, PARAMETER, HEAD_DIM, KV_HEADS, HEAD_TILE (heads whose sums a thread keeps at a time).
 #include "common/sums.cuh"
@@ -74,7 +74,7 @@ __device__ __forceinline__ void value_gradient(Shared& shared, const ScoreBackwa
         }
     }
     if (!exists) return;
-    if (p.dvalue_in != nullptr) {  // all is read before any is written: a read would wait for the write before it
+    if (p.dvalue_in != nullptr) {  // read everything before writing: a read would wait for the write before it
         const VALUE* in = p.dvalue_in + batch * p.in_batch + c / HEAD_DIM * p.in_head + c % HEAD_DIM;
         VALUE x[BLOCK_KEYS];
 #pragma unroll

@@ -1,16 +1,16 @@
-// The keys that the last Lq queries of a long history see under prefix selection, from the scores alone: the `window` best
-// keys by (score, position) up to the first of these queries, in the order of their positions, and the Lq - 1 keys behind
-// them; with the positions that see each, if there are several queries. Exact, for any scores.
+// The keys that the last Lq queries of a long history see under prefix selection, from the scores alone: the `window`
+// best keys by (score, position) up to the first of these queries, in the order of their positions, and the Lq - 1
+// later keys; for several queries also the positions that see each. Exact for any scores.
 //
 // score  // (B, Hkv, Lk) f32, any strides
 // list   // (B * Hkv, window + Lq - 1) int32      interval // the same shape, int2: start <= position < stop (INTERVALS)
 //
-// A row is one (batch, kv head); `chunks` blocks share its keys, of which `length` = Lk - Lq + 1 compete. A key's rank is a
-// number of 64 bits, the ordered score above the position, so that no two are equal. Two kernels:
-//   narrow    once per digit of the rank, from the highest down: counts the keys by that digit, of those that agree with
-//             the window-th key in all higher ones. The last block of a row then knows the digit of the window-th key.
-//             It does nothing where few enough keys are left in question.
-//   collect   what is certain and what is in question goes to `survivors`, block by block; the last block of a row selects
+// A row is one (batch, kv head); `chunks` blocks share its keys, of which `length` = Lk - Lq + 1 compete. A key's rank
+// is a 64-bit number, the ordered score above the position, so ranks are distinct. Two kernels:
+//   narrow    once per digit of the rank, from the highest down: counts by that digit the keys that agree with the
+//             window-th key in all higher ones. The last block of a row then knows the digit of the window-th key.
+//             Does nothing if few enough keys are undecided.
+//   collect   writes the certain and the undecided keys to `survivors`, block by block; the last block of a row selects
 //             the window best of these.
 // Counts, cells and tickets must be 0 at first.
 //
@@ -22,14 +22,14 @@
 constexpr int DIGITS = 1 << DIGIT_BITS;
 constexpr int NARROW_THREADS = 512, NARROW_OWN = 8;
 constexpr int COLLECT_THREADS = 1024, COLLECT_OWN = 4;
-constexpr int COLLECT_KEYS = 4096;  // keys in question that `collect` resolves itself
+constexpr int COLLECT_KEYS = 4096;  // undecided keys that `collect` resolves itself
 
-// The digit of the window-th best key: ranks low <= rank < low + 2^shift are in question, those above are certain.
+// The digit of the window-th best key: ranks low <= rank < low + 2^shift are undecided, those above are certain.
 struct Range {
     Ranked low;
     int shift;    // 64: nothing is known yet (0 in memory, before the first pass)
-    int missing;  // of those in question, how many are among the best
-    int inside;   // how many are in question
+    int missing;  // how many of the undecided are among the best
+    int inside;   // how many are undecided
 };
 
 struct LastQueriesParams {
@@ -43,7 +43,7 @@ struct LastQueriesParams {
     int2* interval;
     long long score_batch, score_head, score_key;  // strides, in elements
     int kv_heads, length, window, queries, chunk, chunks;
-    int passes, pass, shift;  // of `narrow`: how many there are, which one, and how far down its digit stands
+    int passes, pass, shift;  // of `narrow`: the number of passes, this pass, and the shift of its digit
 };
 
 struct HistoryRow {
@@ -59,7 +59,7 @@ struct HistoryRow {
     }
     __device__ __forceinline__ Ranked ranked(int j) const { return ranked(score[j * p.score_key], j); }
 
-    // Of keys first, first + step, ... below `end`; 0 behind it. All loads are under way before the first is waited for.
+    // Of keys first, first + step, ... below `end`; 0 past it. All loads are issued before the first is used.
     template <int count>
     __device__ __forceinline__ void ranked(Ranked (&ranks)[count], int first, int step, int end) const {
         float scores[count];
@@ -128,7 +128,7 @@ struct CollectShared {
     int mortals, last;
 };
 
-// When a key goes: the first position at which `remaining` of the keys behind the first query outrank it.
+// When a key is dropped: the first position at which `remaining` of the keys after the first query outrank it.
 __device__ __forceinline__ int position_of_death(const HistoryRow& row, Ranked e, int remaining) {
     const int first = row.p.length - 1;
     if (remaining <= 0) return first;
@@ -181,8 +181,8 @@ extern "C" __global__ void __launch_bounds__(COLLECT_THREADS) collect(const Last
         shared.mortals = 0;
     }
     __syncthreads();  // chunks and offsets are in place
-    const int each = (total + COLLECT_THREADS - 1) / COLLECT_THREADS;  // neighbours, for a thread
-    int begins = 0;  // the chunk of the thread's first
+    const int each = (total + COLLECT_THREADS - 1) / COLLECT_THREADS;  // consecutive survivors per thread
+    int begins = 0;  // the chunk of the thread's first survivor
 #pragma unroll
     for (int step = COLLECT_THREADS / 2; step > 0; step /= 2)
         if (begins + step < filled && shared.offset[begins + step] <= static_cast<int>(threadIdx.x) * each) begins += step;

@@ -1,8 +1,8 @@
-// Exact prefix top-w: stop[j] = the first position at which `window` better-ranked keys exist; j if there are that many
+// Exact prefix top-w: stop[j] = the first position at which `window` better-ranked keys exist; j if that many exist
 // before position j already (never visible) or the key is no candidate; NEVER if it outlives the sequence.
 // Rank: (score, j), highest first; NaN above everything, -0 = +0. With DOCUMENTS a key competes only with keys of its
-// own document, and `document` holds the row of the document's first key. With HEAD_WINDOWS each kv head has a window of
-// its own, and the parameter `window` is the largest.
+// own document, and `document` is the row of the document's first key. With HEAD_WINDOWS each kv head has its own
+// window, and the parameter `window` is the largest.
 //
 // score    // (B, Hkv, Lk) f32, any strides       padding // (1|B, Lk) bytes, 0 = no candidate (PADDING)
 // document // (1|B, Lk) int32 (DOCUMENTS)         stop    // (B, Hkv, Lk) int32, contiguous
@@ -10,16 +10,16 @@
 //
 // Three kernels; a row is one (batch, kv head), cut into chunks:
 //   local_top        a chunk's `window` best keys                                         -> local
-//   filter_arrivals  the best of all earlier chunks' lists are what is kept when the chunk begins (kept); keys of the
-//                    chunk below the last of them are never visible, the others arrive    -> kept, arrivals, stop
-//   sweep_arrivals   a block takes ARRIVALS arrivals of a chunk: what is kept before the first of them, which of it can
-//                    die under so many arrivals, and for each of these and of the arrivals the time of the n-th
-//                    better arrival, n = window - (kept keys that are better)             -> stop
-// A key that dies does so in one block, which writes its stop; all else was written by filter_arrivals. Where all keys up
-// to the end of a chunk are equal the window slides: each of its keys pushes out the one `window` keys before it.
+//   filter_arrivals  the best of all earlier chunks' lists are kept when the chunk begins (kept). Keys of the chunk
+//                    below the last of these are never visible; the others arrive               -> kept, arrivals, stop
+//   sweep_arrivals   a block takes ARRIVALS arrivals of a chunk. It finds the keys kept before the first of them, which
+//                    of these can be dropped after so many arrivals, and for each of these and of the arrivals the time
+//                    of the n-th better arrival, n = window - (kept keys that are better)    -> stop
+// A key is dropped in one block, which writes its stop; filter_arrivals writes all others. If all keys up to the end of
+// a chunk are equal, the window slides: each of its keys pushes out the one `window` keys before it.
 //
-// Where few keys compete, one kernel instead, in which each of them meets all others:
-//   count_better     a thread goes through the row until `window` keys are better than its own -> stop
+// If few keys compete, one kernel compares each of them with all others:
+//   count_better     a thread scans the row until `window` keys are better than its own -> stop
 //
 // Prelude: DOCUMENTS, PADDING, HEAD_WINDOWS.
 #include "common/arch.cuh"
@@ -34,7 +34,7 @@ struct SelectParams {
     Ranked* kept;         // (rows, chunks, window), unordered
     int* kept_count;      // (rows, chunks)
     Ranked* arrivals;     // (rows, chunks, chunk), by position
-    int* arrival_count;   // (rows, chunks); SLIDES where the window does
+    int* arrival_count;   // (rows, chunks); SLIDES if the window slides
     int* stop;
     int* start;
     long long score_batch, score_head, score_key;  // strides, in elements
@@ -109,8 +109,8 @@ struct Keys {
         return found;
     }
 
-    // Which of them are better than a key that would be the `own`-th of them (below 0: an older one, above 31: a newer
-    // one), a bit each: of its document, those of a higher rank, and of an equal one if they are newer.
+    // A bit per key that is better than the `own`-th of them would be (below 0: an older key, above 31: a newer one):
+    // keys of its document with a higher rank, or an equal one if they are newer.
     __device__ __forceinline__ unsigned better(unsigned rank, int document, int own) const {
         const unsigned found = above(own < 0 ? rank - 1 : rank, document);
         if (own < 0 || own > 31) return found;
@@ -119,7 +119,7 @@ struct Keys {
     }
 };
 
-// Position of the n-th bit that is set, n >= 1.
+// Position of the n-th set bit, n >= 1.
 __device__ __forceinline__ int nth_bit(unsigned bits, int n) {
     int position = 0;
 #pragma unroll
@@ -139,8 +139,8 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS) local_top(const Selec
     __shared__ int stored;
     const int c = blockIdx.x % p.chunks;
     const Row row(p, blockIdx.x / p.chunks);
-    if (c == p.chunks - 1) return;  // nothing comes after it
-    const int first = c * p.chunk;  // every chunk but the last is whole
+    if (c == p.chunks - 1) return;  // no chunk follows
+    const int first = c * p.chunk;  // every chunk but the last is full
     const int since = row.since(first + p.chunk - 1);
     auto entry = [&](int i) { return first + i >= since ? row.ranked(first + i) : 0; };
     const Candidates<LIST_THREADS, 4, decltype(entry)> candidates(entry, p.chunk);
@@ -169,7 +169,7 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS) filter_arrivals(const
         return row_of(e) >= since ? e : 0;
     };
     const Candidates<LIST_THREADS, 16, decltype(entry)> candidates(entry, c * p.local_capacity);
-    const unsigned rank = rank_of(row.ranked(first));  // read here, where others are, and nobody waits for it alone
+    const unsigned rank = rank_of(row.ranked(first));  // read among other loads, so that nothing waits for it alone
     const WordRange ranks = range_of(candidates, rank_of, shared);
     const Selection best = select_highest(candidates, ranks, row.window, shared);
     if (threadIdx.x == 0) {
@@ -182,12 +182,12 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS) filter_arrivals(const
         if (e >= best.threshold) kept[atomicAdd(&stored, 1)] = e;
     });
 
-    // Are the kept keys and the chunk's all of one rank, and none missing among them?
+    // Do the kept keys and the chunk's all have the same rank, with none missing?
     const Ranked oldest = static_cast<Ranked>(rank) << 32 | static_cast<unsigned>(first - row.window);
     bool slides = rank != 0 && (ranks.count == 0 || (ranks.low == rank && ranks.span == 0))
                   && (best.count == first - since || best.threshold == oldest);
 
-    // Arrivals, in order of position: a thread looks at consecutive keys, a round at LIST_THREADS * OWN of them.
+    // Arrivals in the order of their positions: a thread reads consecutive keys, LIST_THREADS * OWN keys per round.
     constexpr int OWN = 4;
     int arrived = 0;
     Ranked* arrivals = p.arrivals + row.chunk(c) * p.chunk;
@@ -221,7 +221,7 @@ extern "C" __global__ void __launch_bounds__(LIST_THREADS) filter_arrivals(const
 extern "C" __global__ void __launch_bounds__(SWEEP_THREADS) sweep_arrivals(const SelectParams p) {
     wait_for_earlier_kernels();
     __shared__ SelectShared shared;
-    __shared__ __align__(16) Ranked mortal[ARRIVALS];    // kept keys that can die, padded with 0
+    __shared__ __align__(16) Ranked mortal[ARRIVALS];    // kept keys that can be dropped, padded with 0
     __shared__ __align__(16) unsigned arriving[ARRIVALS];  // ranks of the arrivals, by position, padded with 0
     __shared__ int time[ARRIVALS];                         // their positions
     __shared__ __align__(16) int document[ARRIVALS];       // and documents
@@ -239,7 +239,7 @@ extern "C" __global__ void __launch_bounds__(SWEEP_THREADS) sweep_arrivals(const
     const int before = slice * ARRIVALS, coming = min(ARRIVALS, arrived - before);
     if (coming <= 0) return;
 
-    // What is kept when the first arrival comes: the best of the chunk's kept set and the arrivals before it.
+    // The keys kept when the first arrival comes: the best of the chunk's kept set and the arrivals before it.
     const Ranked* kept = p.kept + row.chunk(c) * p.window;
     const Ranked* arrivals = p.arrivals + row.chunk(c) * p.chunk;
     const int kept_count = p.kept_count[row.chunk(c)], since = row.since(row_of(arrivals[before]));
@@ -250,7 +250,7 @@ extern "C" __global__ void __launch_bounds__(SWEEP_THREADS) sweep_arrivals(const
     const Candidates<SWEEP_THREADS, 6, decltype(entry)> candidates(entry, kept_count + before);
     const WordRange ranks = range_of(candidates, rank_of, shared);
     const Selection held = select_highest(candidates, ranks, row.window, shared);
-    const int mortals = min(held.count, coming - (row.window - held.count));  // each arrival pushes out one at most
+    const int mortals = min(held.count, coming - (row.window - held.count));  // each arrival pushes out at most one
     if (mortals <= 0 && coming <= row.window) return;
     const int safe = held.count - max(mortals, 0);
     const Selection secure = select_highest(candidates, ranks, safe, shared);
@@ -274,16 +274,16 @@ extern "C" __global__ void __launch_bounds__(SWEEP_THREADS) sweep_arrivals(const
     const Ranked e = arrives ? static_cast<Ranked>(arriving[mine]) << 32 | static_cast<unsigned>(time[mine]) : mortal[mine];
     const int own_document = arrives ? document[mine] : since;
 
-    int better = 0;  // keys kept at the start that rank above e; too many for e above a safe key, which cannot die here
+    int better = 0;  // initially kept keys that rank above e; too many for e above a safe key, which cannot die here
     if (own_document == since) {
         better = safe;
         for (int i = 0; i < stored; i += 8)
 #pragma unroll
             for (int k = 0; k < 8; ++k) better += mortal[i + k] > e;
     }
-    // Arrivals that rank above e: those of a higher score, and of an equal one if they are newer. Of ARRIVALS keys a warp
-    // holds 32 neighbours, so all but its own 32 arrivals are either older or newer than all of it.
-    int remaining = row.window - better;  // with this many better arrivals e dies
+    // Arrivals that rank above e: those with a higher score, or an equal one if they are newer. Of ARRIVALS keys a warp
+    // holds 32 consecutive ones, so all but its own 32 arrivals are either older or newer than all of it.
+    int remaining = row.window - better;  // e is dropped after this many better arrivals
     int fatal = remaining <= 0 ? 0 : ARRIVALS;
     const unsigned rank = rank_of(e);
     const int slot = arrives ? mine : -1;
@@ -312,7 +312,7 @@ extern "C" __global__ void __launch_bounds__(COUNT_THREADS) count_better(const S
     const Ranked e = j < p.key_length ? row.ranked(j) : 0;
     const unsigned rank = rank_of(e);
     const int own_document = row.since(min(j, p.key_length - 1));
-    int remaining = row.window;  // with this many better keys it dies
+    int remaining = row.window;  // the key is dropped after this many better keys
     int stop = e != 0 ? NEVER : j;
     for (int base = row.since(first_key) & ~31; base < p.key_length; base += ROUND) {
         if (!__syncthreads_or(stop == NEVER)) break;  // and nobody reads the round before any more
@@ -325,7 +325,7 @@ extern "C" __global__ void __launch_bounds__(COUNT_THREADS) count_better(const S
         }
         __syncthreads();  // the round is in place
         const int end = min(ROUND, p.key_length - base), own = j - base;
-        int fatal = -1;  // the 32 keys among which it dies; which of them is asked once, for that takes long
+        int fatal = -1;  // the 32 keys during which it is dropped; which of them is determined once, as that is slow
 #pragma unroll 1
         for (int from = 0; from < end; from += 32) {
             const int count = __popc(Keys(ranks + from, document + from).better(rank, own_document, own - from));

@@ -1,13 +1,13 @@
 // Gradient of a dense bias that several heads, batch entries or keys share:
 //     dbias[b', h', i, j] = sum of ds[b, h, i, j] over the (b, h) that share it (SUM_KEYS: and over all j),
-// with ds as in sm80/backward_dq.cu. (A bias that is not shared gets its gradient there.)
+// with ds as in sm80/backward_dq.cu. (backward_dq.cu computes the gradient of a bias that is not shared.)
 //
 // dbias // (1|B, 1|Hkv|H, Lq, 1|Lk) BIAS_ELEMENT, contiguous
 //
-// A block owns BLOCK_M queries and BLOCK_N keys (SUM_KEYS: all keys, BLOCK_N at a time) of one row of the bias, and makes s
-// and dp of every head and batch entry in turn: their sum stays in registers, in float32 and in a fixed order, and every
-// element has one writer. Keys and values stay while heads of one GQA group are consecutive. Pairs of tiles in which
-// nothing is visible are skipped before anything is loaded.
+// A block owns BLOCK_M queries and BLOCK_N keys (SUM_KEYS: all keys, BLOCK_N at a time) of one row of the bias, and
+// computes s and dp of every head and batch entry in turn. Their sum stays in registers, in float32 and in a fixed
+// order; every element has one writer. Keys and values stay loaded while heads of one GQA group follow each other.
+// Pairs of tiles without a visible pair are skipped before anything is loaded.
 //
 // Prelude: that of sm80/gather.cuh (with HEADS 1, KEYS_CONTIGUOUS, BIAS_DENSE, no SEQUENCES), MIN_BLOCKS, INTERVALS,
 // SUM_KEYS.
@@ -24,11 +24,11 @@ struct Shared {
     BiasTile<BLOCK_M, BLOCK_N> bias;  // in the end its gradient
 };
 
-// Steps of an MMA loop that are unrolled: with all of float32's the compiler loads ahead until registers spill.
+// MMA loop steps to unroll: with all of float32's, the compiler loads ahead until registers spill.
 constexpr int UNROLLED = sizeof(ELEMENT) == 4 ? 2 : DIM_FRAGMENTS;
 
-// What of the BLOCK_N keys from first_key on the tile's queries see; the facts of the test are in shared memory, or on
-// their way, afterwards. All threads of the block call it.
+// Which of the BLOCK_N keys from first_key on the tile's queries see. Afterwards the intervals or words for the test
+// are in shared memory, or on their way. All threads of the block call it.
 struct Sight {
     bool any, all;
 };
@@ -78,7 +78,7 @@ __device__ __forceinline__ Sight look(Shared& shared, const AttentionParams& p, 
 #endif
 }
 
-// Rows of one head, those from `count` on zero. Not inlined: the addresses of four arrays at once would not fit into
+// Rows of one head; rows from `count` on are zero. Not inlined: the addresses of four arrays at once do not fit into
 // the registers beside the sums.
 template <int rows>
 __device__ __noinline__ void load_tile(ELEMENT* target, const ELEMENT* source, long long stride, int count) {

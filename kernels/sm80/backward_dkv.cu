@@ -2,23 +2,24 @@
 //     dv_j = sum over i of p_ij dout_i,  dk_j = scale * sum over i of dx_ij q_i,  dbias_j = sum over i of ds_ij
 // with p, ds and dx as in sm80/backward_dq.cu; i runs over the queries of all heads of the key's group.
 //
-// A block owns BLOCK_N keys of one kv head and walks over the queries that may see them, BLOCK_Q at a time. Its transposed
-// logits (key rows, query columns) come from the tensor cores in the layout of the next MMA's left operand, so
-// probabilities and their gradients stay in registers. A warp owns 16 keys: their dk, dv and dbias are in its registers.
-//   KEYS_CONTIGUOUS  keys in their own order, every query: dkey, dvalue, dbias are written directly (INTERVALS: with the
-//                    intervals of a mask; else CAUSAL or none)
+// A block owns BLOCK_N keys of one kv head and visits the queries that may see them, BLOCK_Q at a time. The tensor
+// cores produce transposed logits (key rows, query columns) in the layout of the next MMA's left operand, so
+// probabilities and their gradients stay in registers. A warp owns 16 keys, whose dk, dv and dbias are in its
+// registers.
+//   KEYS_CONTIGUOUS  keys in their own order, every query: dkey, dvalue, dbias are written directly (INTERVALS: with
+//                    the intervals of a mask; else CAUSAL or none)
 //   KEYS_SHARED      likewise, keys in the order of their lifetimes (lists/lifetimes.cu); without SEQUENCES
 //   KEYS_LISTED      keys of the list of a super-tile of consecutive queries, which few keys outlive: sums over these
 //                    queries are written as rows of float32, which sm80/backward_reduce.cu adds up in the order of the
-//                    super-tiles. BITS: the lists are those of lists/dense_macro_tiles.cu, steps in which no pair is
-//                    visible are left out, and sums over all queries (one super-tile) are written directly
-// With SEQUENCES neither kind of block crosses a sequence (common/varlen.cuh).
-// Every result has one writer and a fixed order of additions: the same bits on every run.
+//                    super-tiles. BITS: the lists are those of lists/dense_macro_tiles.cu, steps without a visible pair
+//                    are skipped, and sums over all queries (a single super-tile) are written directly
+// With SEQUENCES no block of keys or queries crosses a sequence (common/varlen.cuh).
+// Every result has one writer and a fixed order of additions: every run gives the same bits.
 //
 // Prelude: ELEMENT, HEAD_DIM, VECTOR, BLOCK_N, BLOCK_Q, WARPS, MIN_BLOCKS, KEYS, INTERVALS, BITS, CAUSAL, BIAS,
-// BIAS_ELEMENT, SOFTCAP, DIM_SLICES (head dims above 128: a block makes one slice of the columns of dk and dv), DKEY,
-// DVALUE, DBIAS (what is wanted; DBIAS with BIAS_OF_KEYS only), SEQUENCES (with neither BITS nor BIAS_DENSE). BITS:
-// KEYS_LISTED.
+// BIAS_ELEMENT, SOFTCAP, DIM_SLICES (head dims above 128: a block computes one slice of the columns of dk and dv),
+// DKEY, DVALUE, DBIAS (the requested results; DBIAS with BIAS_OF_KEYS only), SEQUENCES (with neither BITS nor
+// BIAS_DENSE). BITS: KEYS_LISTED.
 #include "common/arch.cuh"
 #include "common/bias.cuh"
 #include "common/key_tile.cuh"
@@ -74,7 +75,7 @@ __device__ __forceinline__ void load_keys(Shared& shared, const AttentionParams&
     });
 }
 
-// Interval and bias of every key under one head.
+// Interval and bias of every key for one head.
 __device__ __forceinline__ void load_key_facts(Shared& shared, const AttentionParams& p, const KeyTile& t, int head) {
     if (threadIdx.x >= BLOCK_N) return;
     const bool exists = static_cast<int>(threadIdx.x) < t.count;
@@ -107,10 +108,10 @@ __device__ __forceinline__ void load_key_facts(Shared& shared, const AttentionPa
     shared.stop[threadIdx.x] = seen ? stop : INT_LOWEST;
 }
 
-// The steps of BLOCK_Q queries of one head that the block looks at, in order. All threads of a block go through them
-// together and see the same.
+// The steps of BLOCK_Q queries of one head that the block visits, in order. All threads of a block iterate together and
+// see the same.
 struct QueryStep {
-    int first;  // its first query; `end` of the steps or more: there are no more
+    int first;  // its first query; at or past `end` of the steps: there are no more
 #if BITS
     bool masked;  // some pair is not visible
 #endif
@@ -130,7 +131,7 @@ struct QuerySteps {
     }
 
     __device__ __forceinline__ QueryStep next() {
-        // A warp looks at the states of 32 steps at once; every warp does so for itself, so no barrier is needed.
+        // Each warp reads the states of 32 steps at once for itself, so no barrier is needed.
         while (pending == 0 && next_query < end) {
             group = next_query;
             const int mine = group + (threadIdx.x & 31) * BLOCK_Q;
@@ -174,7 +175,7 @@ struct QuerySteps {
 #endif
 };
 
-// lse and delta of a step's queries, one step ahead of their rows; past the range: -inf, as if the row saw nothing.
+// lse and delta of a step's queries, one step ahead of their rows; past the range -inf, as for a row that saw nothing.
 __device__ __forceinline__ void fetch_statistics(Shared& shared, const AttentionParams& p, long long head_row, int query,
                                                  int end, int slot) {
     if (threadIdx.x >= BLOCK_Q) return;
@@ -188,12 +189,12 @@ __device__ __forceinline__ void fetch_statistics(Shared& shared, const Attention
     }
 }
 
-// When a thread's copies have landed, and ahead of the barrier: lse in log 2 units.
+// After a thread's copies have landed, before the barrier: lse in log 2 units.
 __device__ __forceinline__ void finish_statistics(Shared& shared, int slot) {
     if (threadIdx.x < BLOCK_Q) shared.lse[slot][threadIdx.x] = log2_lse(shared.lse[slot][threadIdx.x]);
 }
 
-// Rows of query and dout; zeros for rows that see nothing, whatever they hold.
+// Rows of query and dout; zeros for rows that see nothing, even if they contain NaN.
 __device__ __forceinline__ void load_queries(Shared& shared, const AttentionParams& p, const KeyTile& t, int head,
                                              int query, int slot, int stage) {
     const ELEMENT* queries = p.query + t.batch * p.query_batch + head * p.query_head;
@@ -213,7 +214,7 @@ __device__ __forceinline__ void fetch_words(Shared& shared, const AttentionParam
     if (!step.masked) return;
     const long long row = mask_row_of(p, t, head);
     const unsigned* columns = p.columns + (row * p.query_words + step.first / 32) * p.key_stride;
-    for (int i = threadIdx.x; i < WORDS * BLOCK_N; i += THREADS)  // what the rows behind the last key get does not matter
+    for (int i = threadIdx.x; i < WORDS * BLOCK_N; i += THREADS)  // rows past the last key are never used
         copy_async_4(&shared.words[stage][i / BLOCK_N][i % BLOCK_N],
                      columns + (long long)(i / BLOCK_N) * p.key_stride + shared.index[i % BLOCK_N], 4);
 #endif
@@ -250,7 +251,7 @@ __device__ __forceinline__ void transposed_mma(Accumulator (&s)[QUERY_FRAGMENTS]
     }
 }
 
-// What a lane knows of its two keys.
+// A lane's data of its two keys.
 struct LaneKeys {
     int start[2], stop[2];
     float bias[2], dbias[2];
@@ -307,7 +308,7 @@ __device__ __forceinline__ void gradients(Accumulator (&s)[QUERY_FRAGMENTS], Acc
 #else
             bool hidden = masked && !visible(first_position + column, keys.start[r], keys.stop[r]);
 #endif
-            // Without bits a key that its own bias hides has an empty run (load_key_facts). Queries that do not exist have no
+            // Without bits, a key hidden by its own bias has an empty run (load_key_facts). Missing queries have no
             // bias, but no lse either.
             if (BIAS == BIAS_DENSE || (BITS && BIAS == BIAS_OF_KEYS)) hidden |= bias == -infinity() || own_lse == -infinity();
             if (hidden) probability = ds = dx = 0.0f;

@@ -3,11 +3,11 @@
 //
 // dout   // (B, Lq, H, D) ELEMENT, any strides       lse, delta // (B, H, Lq) f32
 // dquery // (B, Lq, H, D) ELEMENT, contiguous
-// dbias  // (B, H, Lq, Lk) BIAS_ELEMENT, with DBIAS: ds of the keys that the tile looks at, each pair has one writer;
-//           the others must be 0 before
+// dbias  // (B, H, Lq, Lk) BIAS_ELEMENT, with DBIAS: ds of the keys that the tile visits, each pair has one writer; all
+//           others must be 0 before
 //
-// The same tiles and the same way through the keys as sm80/forward.cu, with three MMAs a block instead of two.
-// Probabilities come from lse, so no softmax state is kept. dx is rounded to the type of an operand before its MMA.
+// The same tiles and the same order of keys as sm80/forward.cu, with three MMAs per block instead of two. Probabilities
+// come from lse, so no softmax state is kept. dx is rounded to the operand's type before its MMA.
 //
 // Prelude: that of sm80/gather.cuh (PAGE_SIZE 0), MIN_BLOCKS, DBIAS (with BIAS_DENSE of all batch entries, heads,
 // queries and keys).
@@ -20,7 +20,7 @@ struct Shared {
     KeyTiles keys;
 };
 
-// s becomes dx from s = q . k and dp = dout . v, with DBIAS dp becomes ds.
+// From s = q . k and dp = dout . v: s becomes dx and, with DBIAS, dp becomes ds.
 __device__ __forceinline__ void logit_gradients(Accumulator (&s)[WARP_ROWS][KEY_FRAGMENTS],
                                                 Accumulator (&dp)[WARP_ROWS][KEY_FRAGMENTS],
                                                 const KeyTiles& shared, int stage, const LogitScale& logit,
@@ -87,15 +87,15 @@ __device__ __forceinline__ void write_bias_gradients(const Accumulator (&ds)[WAR
 }
 #endif
 
-// With DBIAS and BITS, ahead of backward_dq and with as many blocks: zeros for the bias gradients of a tile that does not
-// look at every key.
+// With DBIAS and BITS, runs before backward_dq with as many blocks: zeros the bias gradients of a tile that does not
+// visit every key.
 extern "C" __global__ void __launch_bounds__(THREADS) clear_bias(const AttentionParams p) {
     wait_for_earlier_kernels();
 #if DBIAS && BITS
     const Tile t = find_tile(p, static_cast<long long>(blockIdx.x));
     if (find_keys(p, t).length == p.key_length) return;
     const long long row = ((long long)t.batch * p.heads + t.first_head) * p.query_length + t.first_query;
-    const long long count = (long long)min(QUERIES, p.query_length - t.first_query) * p.key_length;  // rows are neighbours
+    const long long count = (long long)min(QUERIES, p.query_length - t.first_query) * p.key_length;  // contiguous rows
     BIAS_ELEMENT* target = static_cast<BIAS_ELEMENT*>(p.dbias_rows) + row * p.key_length;
     if (p.key_length % BIAS_WIDTH == 0) {
         for (long long i = threadIdx.x; i < count / BIAS_WIDTH; i += THREADS)

@@ -1,5 +1,5 @@
-// delta_i = sum over d of dout[i,d] * out[i,d]  (- dlse_i), a warp a row; 0 for a row that sees nothing. The first
-// kernel of the backward pass, and so it clears what later ones add to.
+// delta_i = sum over d of dout[i,d] * out[i,d]  (- dlse_i), one row per warp; 0 for a row that sees nothing. This is
+// the first kernel of the backward pass, so it also clears what later ones add to.
 //
 // dout, out // (B, Lq, H, D) ELEMENT, any strides    delta, dlse // (B, H, Lq) f32
 // zeros // 16 bytes each

@@ -1,8 +1,8 @@
-// The sums that each super-tile of queries left (sm80/backward_dkv.cu), added in the order of the super-tiles, a warp a
-// key.
+// Adds up the partial sums of the super-tiles of queries (sm80/backward_dkv.cu), in the order of the super-tiles, one
+// key per warp.
 //
-// dkey, dvalue // (B, Lk, Hkv, D) ELEMENT and dbias // (B, H, Lk) f32, zeros for keys that no query sees. With BITS, where
-// there is one super-tile, sm80/backward_dkv.cu has written the results.
+// dkey, dvalue // (B, Lk, Hkv, D) ELEMENT and dbias // (B, H, Lk) f32, zeros for keys that no query sees. With BITS and
+// a single super-tile, sm80/backward_dkv.cu has already written the results.
 //
 // Prelude: ELEMENT, HEAD_DIM, CAUSAL, DKEY, DVALUE, DBIAS, SEQUENCES, BITS (a dense mask: lists/dense_macro_tiles.cu).
 #include "common/arch.cuh"

@@ -4,8 +4,8 @@
 // bias   // natural-log units: (1|B, 1|Hkv|H, 1|Lk) f32 (BIAS_OF_KEYS), or of every query (BIAS_DENSE, common/bias.cuh)
 // out    // (B, Lq, H, D) ELEMENT, contiguous       lse // (B, H, Lq) f32, natural log, -inf where a row sees nothing
 //
-// What a block and a warp own, and how keys reach shared memory: sm80/gather.cuh. A warp keeps the logits, softmax
-// state and output of its rows in registers and alone writes their out and lse, once.
+// sm80/gather.cuh says what a block and a warp own, and how keys reach shared memory. A warp keeps the logits, softmax
+// state and output of its rows in registers; it alone writes their out and lse, once.
 //
 // Prelude: that of sm80/gather.cuh, MIN_BLOCKS.
 #include "common/arch.cuh"

@@ -1,16 +1,17 @@
-// A tile of queries and the keys it gathers: shared by sm80/forward.cu and sm80/backward_dq.cu.
+// A tile of queries and the keys that it gathers, for sm80/forward.cu and sm80/backward_dq.cu.
 //
 // A block owns one tile: BLOCK_M / HEADS consecutive queries times HEADS query heads of one GQA group, which share
 // every gathered key and value row. Tile row r is query r / HEADS, head r % HEADS. A warp owns WARP_ROWS fragments of
 // 16 tile rows. common/mask.cuh says which keys come, common/smem_rows.cuh how rows reach shared memory. While one
-// block of BLOCK_N keys is multiplied, the next one is on its way (two stages) and the list entries of the one after.
+// block of BLOCK_N keys is multiplied, the rows of the next one (two stages) and the list entries of the one after are
+// in flight.
 //
-// With SEQUENCES a tile's queries belong to one sequence (common/varlen.cuh), and with PAGE_SIZE the row of a key is
-// found in its page. Positions are those of keys, but rows of query where a list holds the keys of sequences.
+// With SEQUENCES a tile's queries belong to one sequence (common/varlen.cuh); with PAGE_SIZE the row of a key is found
+// in its page. Positions are those of keys, except that a list of keys of sequences uses rows of query.
 //
 // The Shared struct of a kernel holds KeyTiles as `keys`.
 //
-// With BITS the words that a masked block's test needs come along: a warp's rows are queries of one word.
+// With BITS the words for a masked block's test are loaded too; a warp's rows are queries of one word.
 //
 // Prelude: ELEMENT, HEAD_DIM, VECTOR, HEADS, BLOCK_M, BLOCK_N, WARPS, KEYS, CAUSAL, BITS, BIAS, DELAY, BIAS_ELEMENT,
 // SOFTCAP, SEQUENCES (with neither BITS nor BIAS_DENSE), PAGE_SIZE (0: not paged).
@@ -70,7 +71,7 @@ __device__ __forceinline__ void fetch_indices(KeyTiles& shared, const KeyBlocks&
 #endif
 }
 
-// Key and value rows of a block, and what is known per key. `whole`: the block has BLOCK_N keys.
+// Key and value rows of a block, and the data of each key. `whole`: the block has BLOCK_N keys.
 template <bool whole>
 __device__ __forceinline__ void gather_keys(KeyTiles& shared, const AttentionParams& p, const ELEMENT* keys,
                                             const ELEMENT* values, const float* biases, const KeyBlocks& blocks,
@@ -145,7 +146,7 @@ struct BlockKeys {
 #if KEYS == KEYS_CONTIGUOUS
         return block.first;
 #else
-#if KEYS == KEYS_LISTED  // in order but for the step from full keys to partial ones
+#if KEYS == KEYS_LISTED  // in order, except at the step from full keys to partial ones
         if (block.first < blocks.source.full && block.first + BLOCK_N > blocks.source.full) return -1;
 #endif
         return index[BLOCK_N - 1] - index[0] == BLOCK_N - 1 && index[0] % BIAS_WIDTH == 0 ? index[0] : -1;
@@ -222,7 +223,7 @@ struct BlockBiases {
 #endif
     }
 
-    // Of the block's key `column`, for row r of this lane in the warp's fragment m.
+    // The bias of the block's key `column`, for row r of this lane in the warp's fragment m.
     __device__ __forceinline__ float operator()(int column, int m, int r) const {
         if (BIAS != BIAS_OF_KEYS) return 0.0f;
 #if DELAY
@@ -304,8 +305,8 @@ __device__ __forceinline__ void apply_mask(Accumulator (&s)[WARP_ROWS][KEY_FRAGM
         }
 }
 
-// A non-finite value must not reach a row that does not see its key, but 0 * inf is NaN. In a masked block such values are
-// added to the rows that see them, and are zero in the MMA.
+// A non-finite value must not reach a row that does not see its key, but 0 * inf is NaN. In a masked block such values
+// are added only to the rows that see them, and are zero in the MMA.
 __device__ __forceinline__ bool block_is_finite(const ELEMENT* value) {
     unsigned found = 0;
     for_each_piece<BLOCK_N, THREADS>([&](int column, int piece) {
@@ -358,7 +359,7 @@ __device__ __forceinline__ void accumulate(Accumulator (&o)[WARP_ROWS][DIM_FRAGM
 }
 
 // Writes this warp's rows of out or dquery, times a factor per row, through its part of `staging`, so that global
-// stores are whole 16-byte pieces of rows.
+// stores are 16-byte pieces of rows.
 __device__ __forceinline__ void write_rows(ELEMENT* target_base, ELEMENT* staging, const AttentionParams& p, const Tile& t,
                                            int first_row, const Accumulator (&o)[WARP_ROWS][DIM_FRAGMENTS],
                                            const float (&factor)[WARP_ROWS][2]) {

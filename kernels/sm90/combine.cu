@@ -3,14 +3,14 @@
 //
 //     lse = log sum_i exp(lse_i),   out = sum_i exp(lse_i - lse) o_i
 //
-// for the rows of those tiles. Splits are added in order, so every run gives the same bits. Where a row sees none of a
-// split's keys, lse_i is -inf and the split has no weight. Each lse_i is a sum of two, of which the second counts however
-// large the first is: differences are those of the firsts and of the seconds.
+// for the rows of those tiles. Splits are added in order, so every run gives the same bits. If a row sees none of a
+// split's keys, lse_i is -inf and the split has no weight. Each lse_i is a sum of two numbers, and the second matters
+// even if the first is huge: firsts and seconds are subtracted separately.
 //
 // partial // (split tiles, splits, BLOCK_M, HEAD_DIM) f32, 16-byte aligned
 // partial_lse // (split tiles, splits, BLOCK_M, 2) f32
 // out     // (B, Lq, H, D) ELEMENT, contiguous       lse // (B, H, Lq) f32
-// A row belongs to LANES lanes, a block has ROWS rows of one tile. Rows of other tiles are left alone.
+// LANES lanes share a row, and a block has ROWS rows of one tile. Rows of other tiles are not touched.
 //
 // Prelude: ELEMENT (16 bit), HEAD_DIM (a multiple of 8), HEADS (query heads of a GQA group in one tile), BLOCK_M.
 #include "sm90/split_kv.cuh"
@@ -32,7 +32,7 @@ constexpr int LANES = PIECES <= 4 ? 4 : PIECES <= 8 ? 8 : PIECES <= 16 ? 16 : 32
 constexpr int OWN = (PIECES + LANES - 1) / LANES;  // pieces of a lane
 constexpr int ROWS = THREADS / LANES;
 constexpr int TOGETHER = 4;  // splits whose loads are in flight at a time
-// Smallest weight of a split whose keys a row sees: with a weight of 0 an infinite output would become NaN.
+// Smallest weight of a split that has a key seen by the row: with a weight of 0 an infinite output would become NaN.
 constexpr float LEAST = 1.175494351e-38f;
 static_assert(BLOCK_M % ROWS == 0 && HEAD_DIM % 8 == 0, "a block has rows of one tile, and pieces are full");
 

@@ -27,7 +27,7 @@ struct Consumer {
     Queries query;                  // those at `query_state`
     bool lacks_max;                 // some row has no running max before the block at `key_state`
     int polynomials;                // SOFTCAP: how many hold for the tile's blocks so far
-    bool keys_ready, values_ready;  // the next MMAs' operands have been seen to have arrived
+    bool keys_ready, values_ready;  // the next MMAs' operands are known to have arrived
     LaneBias bias;
     float sum[2];  // of the current exponentials
     OnlineSoftmax softmax, previous_softmax;  // of the current tile, and of the one before until its output is written
@@ -71,12 +71,12 @@ struct Consumer {
                           shared_address(piece_of<BLOCK_M>(rows, first_row + lane % 16, 2 * d + lane / 16)));
     }
 
-    // Asks early whether the keys at `keys` have arrived, since the answer has a latency.
+    // Polls early whether the keys at `keys` have arrived, because the answer has a latency.
     __device__ __forceinline__ void look_ahead(const PipelineState<STAGES>& keys) {
         keys_ready = barrier_test(&shared.key_full[keys.stage], keys.phase);
     }
 
-    // Waits for these keys, and asks whether the values at `value_state` have arrived.
+    // Waits for these keys, and polls whether the values at `value_state` have arrived.
     __device__ __forceinline__ void wait_keys(const PipelineState<STAGES>& keys) {
         if (!keys_ready) barrier_wait(&shared.key_full[keys.stage], keys.phase);
         values_ready = barrier_test(&shared.value_full[value_state.stage], value_state.phase);
@@ -90,7 +90,7 @@ struct Consumer {
     __device__ __forceinline__ void init_accumulators(const PipelineState<STAGES>& keys) {
 #if BIAS_FIRST
         init_with_own_bias(keys.stage);
-        pin(s);  // ahead of the ping-pong barrier
+        pin(s);  // before the ping-pong barrier
 #endif
     }
 
@@ -159,9 +159,9 @@ struct Consumer {
         run_epilogue(softmax);
     }
 
-    // Lets other queries replace the staged output once it has been read. Best called when the next MMAs are in flight,
-    // so that nothing waits for it; after a tile of one block it is called at once, because the next queries need the
-    // stage.
+    // Lets other queries replace the staged output once it has been read. Best called while the next MMAs are in
+    // flight, so that nothing waits for it; after a tile of one block it is called at once, because the next queries
+    // need the stage.
     __device__ __forceinline__ void release_queries() const {
 #if OUT_TMA
         bulk_wait_read();
@@ -172,7 +172,7 @@ struct Consumer {
         barrier_arrive(&shared.query_empty[output_state.stage_before()]);
     }
 
-    // What is known of the block with these keys, which have arrived. Starts loading its dense bias.
+    // The BlockInfo of the block with these keys, which have arrived. Starts loading its dense bias.
     __device__ __forceinline__ BlockInfo read_block_info(const PipelineState<STAGES>& keys) {
         const BlockInfo block = shared.block_info[keys.stage];
 #if BIAS == BIAS_DENSE
@@ -181,7 +181,7 @@ struct Consumer {
         return block;
     }
 
-    // After all tiles have been written: takes the ping-pong arrival that is left over, and waits for the stores.
+    // After all tiles have been written: consumes the remaining ping-pong arrival and waits for the stores.
     __device__ __forceinline__ void drain() const {
         if (warpgroup() == 0) ping_pong_wait();
 #if OUT_TMA
@@ -189,7 +189,7 @@ struct Consumer {
 #endif
     }
 
-    // Ping-pong: between these two a warpgroup issues MMAs, and no other does (except for delayed ones).
+    // Ping-pong: between these two calls only this warpgroup issues MMAs (except for delayed ones).
     __device__ __forceinline__ void ping_pong_wait() const {
         if (PING_PONG) named_barrier(PING_PONG_BARRIER + warpgroup(), 256);
     }
@@ -223,7 +223,7 @@ struct Consumer {
         barrier_arrive(&shared.key_empty[key_state.stage]);
     }
 
-    // Softcap and bias, where q . k needs them to become logits.
+    // Softcap and bias, if q . k needs them to become logits.
     template <int fragments>
     __device__ __forceinline__ void make_logits() {
         if (!Logits::CHANGED) return;
@@ -247,7 +247,7 @@ struct Consumer {
         change(logits);
     }
 
-    // These and the mask.
+    // Likewise, and the mask.
     template <int fragments>
     __device__ __forceinline__ void finish_logits(const BlockInfo& block) {
         make_logits<fragments>();
@@ -269,8 +269,8 @@ struct Consumer {
     }
 
 #if SOFTCAP && BIAS != BIAS_DENSE
-    // The same for a full block by the last polynomial known to hold for the tile. Returns false if it does not hold;
-    // the accumulators then have q . k again.
+    // The same for a full block, with the last polynomial known to hold for the tile. Returns false if it does not
+    // hold; the accumulators then contain q . k again.
     template <bool high>
     __device__ __forceinline__ bool approximate() {
         if (softmax.template exponentiate<high>(s, bias, launch.softcap[!high], sum)) return true;
@@ -319,7 +319,7 @@ struct Consumer {
             for (int i = 0; i < 8; ++i) s[n].x[i] = x;
     }
 
-    // Recomputes q . k of the block at `key_state`, each warp for itself.
+    // Recomputes q . k of the block at `key_state`, in each warp separately.
     __device__ __forceinline__ void recompute_logits() {
 #if BIAS_FIRST
         init_with_own_bias(key_state.stage);
@@ -330,7 +330,7 @@ struct Consumer {
             for (int i = 0; i < 8; ++i) s[n].x[i] = 0.0f;
 #endif
         ELEMENT *rows = shared.query[query_state.stage], *keys = shared.keys[key_state.stage];
-        // Of 16 x 16 elements, as load_matrices wants them.
+        // Of 16 x 16 elements, as load_matrices expects.
         const int row = first_row + lane % 16, key = lane / 16 * 8 + lane % 8;
 #pragma unroll 1
         for (int d = 0; d < DIM_FRAGMENTS; ++d) {
@@ -350,7 +350,7 @@ struct Consumer {
         return __any_sync(ALL_LANES, fmaxf(sum[0], sum[1]) > largest_sum());
     }
 
-    // In the second pass the products with large values must not overflow.
+    // In the second pass, products with large values must not overflow.
     __device__ __forceinline__ float largest_sum() const {
         return OnlineSoftmax::LARGE && shared.isolate_nonfinite ? OnlineSoftmax::SMALL : OnlineSoftmax::LARGEST;
     }
@@ -361,7 +361,7 @@ struct Consumer {
         float factor[2];
         if (__any_sync(ALL_LANES, fmaxf(sum[0], sum[1]) == infinity())) {
             recompute_logits();
-            if (BIAS == BIAS_DENSE) read_block_info(key_state);  // for the bias, which is not kept in registers for this
+            if (BIAS == BIAS_DENSE) read_block_info(key_state);  // for the bias, which registers do not hold until here
             finish_logits<KEY_FRAGMENTS>(block);
             if (block.is_short()) fill_rest(-infinity());
             softmax.rescale_to_max(s, logits.unit, largest_sum(), factor);

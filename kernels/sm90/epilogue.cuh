@@ -19,7 +19,7 @@ __device__ __forceinline__ void copy_rows(const ForwardParams& launch, const Out
     bulk_commit();
 }
 #else
-// Row `row` of a tile's output, whose first row is at `first`: query by query, within a query head by head.
+// Row `row` of a tile's output, which starts at `first`: query by query, within a query head by head.
 __device__ __forceinline__ ELEMENT* row_of_output(ELEMENT* first, int row, int query_bytes) {
     const void* address = row_address(first + row % HEADS * HEAD_DIM, row / HEADS, query_bytes);
     return const_cast<ELEMENT*>(static_cast<const ELEMENT*>(address));
@@ -31,13 +31,13 @@ __device__ __forceinline__ void copy_rows(const ForwardParams& launch, const Out
     const int lane = lane_now();
     __syncwarp();  // the warp's rows are complete
     constexpr int STEP = 32 / ROW_LANES, COPIES = 16 / STEP;
-    constexpr bool REGULAR = 16 % HEADS == 0;  // a lane's rows lie the same distances apart in all lanes and warps
+    constexpr bool REGULAR = 16 % HEADS == 0;  // a lane's rows are equally far apart in all lanes and warps
     const int piece = lane % ROW_LANES, own = lane / ROW_LANES;
     ELEMENT* target =
         p.out + (((long long)t.batch * p.query_length + t.first_query) * p.heads + t.first_head) * HEAD_DIM + piece * 8;
     const int query_bytes = p.heads * HEAD_DIM * static_cast<int>(sizeof(ELEMENT));
     if (REGULAR) target = row_of_output(target, first_row + own, query_bytes);
-    // Lanes without a piece read the last one: behind it another tile's rows may be arriving.
+    // Lanes without a piece read the last one: beyond it another tile's rows may be arriving.
     const unsigned first_piece = shared_address(piece_of<BLOCK_M>(staging, first_row + own, min(piece, ROW_PIECES - 1)));
     uint4 pieces[COPIES];
 #pragma unroll
@@ -52,10 +52,10 @@ __device__ __forceinline__ void copy_rows(const ForwardParams& launch, const Out
 }
 #endif
 
-// Writes this warp's 16 rows of out and lse, staged in the tile's own query rows, which are no longer needed. In few
-// instructions: it runs once per tile, so each of them has to be fetched. `nonfinite_seen` becomes 1 if a value of the
-// tile's keys is NaN or infinite: so is 0 times it, hence every row has such an output in that column and it is enough
-// to look at one of a lane's two rows. Where exponentials may be large (LARGE) a single row may overflow, too.
+// Writes this warp's 16 rows of out and lse, staged in the tile's own query rows, which are no longer needed. Uses few
+// instructions: it runs once per tile, so each one has to be fetched. `nonfinite_seen` becomes 1 if a value of the
+// tile's keys is NaN or infinite: then 0 times it is NaN, every row has such an output in that column, and checking one
+// of a lane's two rows is enough. If exponentials may be large (LARGE), a single row may overflow too.
 __device__ __forceinline__ void epilogue(const ForwardParams& launch, const Output& output, ELEMENT* staging, int first_row,
                                          const Fragment (&o)[DIM_FRAGMENTS], OnlineSoftmax& softmax, int& nonfinite_seen) {
     const Output t = output;  // a copy: nothing is read ahead of the stores below

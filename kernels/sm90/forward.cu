@@ -12,9 +12,9 @@
 // the PV MMAs of the current one, so the tensor cores work while the softmax is computed. Outputs go through shared
 // memory, and from there by TMA where it can write them (OUT_TMA).
 //
-// A NaN or infinite value reaches rows that do not see its key, since 0 * inf is NaN. Checking all values costs 1 to 2
-// %; so a CTA that finds such an output at the end computes all its tiles a second time, and only then isolates those
-// values.
+// A NaN or infinite value reaches rows that do not see its key, because 0 * inf is NaN. Checking all values costs 1 to
+// 2 %, so a CTA that finds such an output at the end computes all its tiles a second time and isolates those values
+// only then.
 //
 // Prelude: ELEMENT, HEAD_DIM, HEADS, BLOCK_M, BLOCK_N, STAGES, VALUE_STAGES, QUERY_STAGES, PING_PONG (consumer
 // warpgroups take turns in issuing MMAs), KEYS, CAUSAL, BITS, BIAS, BIAS_ELEMENT (16 bit where BIAS_DENSE), SOFTCAP,
@@ -24,7 +24,7 @@
 #include "sm90/consumer.cuh"
 #include "sm90/producer.cuh"
 
-// Issues the MMAs of a full block's values and of the keys behind it, which `next` describes.
+// Issues the MMAs of a full block's values and of the next keys, which `next` describes.
 __device__ __forceinline__ void start_mmas(Consumer& c, BlockInfo& next) {
     const PipelineState<STAGES> keys = c.key_state;
     c.key_state.advance();
@@ -39,7 +39,7 @@ __device__ __forceinline__ void start_mmas(Consumer& c, BlockInfo& next) {
     c.lacks_max = c.softmax.lacks_max();
 }
 
-// Finishes a block whose exponentials are computed, while the output MMAs of the one before end.
+// Finishes a block whose exponentials are computed, while the previous block's output MMAs end.
 __device__ __forceinline__ void finish_block(Consumer& c, const BlockInfo& block) {
     c.commit_block(block);
     c.wait_output();
@@ -58,7 +58,7 @@ __device__ __forceinline__ void consume(Consumer& c) {
     c.clear_output();
     c.wait_logits<0>();
     c.exponentiate(current);
-    // A dense bias leaves no registers for that, so its blocks take the maxima of all keys.
+    // A dense bias leaves no registers for that, so its blocks use the maxima of all keys.
     if (BIAS != BIAS_DENSE && c.needs_rescale()) c.rescale(current, false);
     c.commit_block(current);
     c.round_probabilities();
@@ -98,7 +98,7 @@ __device__ __forceinline__ void consume(Consumer& c) {
             c.start_qk(c.key_state, c.query_state);
             next = c.read_block_info(c.key_state);
             c.wait_values();
-            // What precedes the output MMAs takes long, or waits for all consumers.
+            // The work before the output MMAs is long, or waits for all consumers.
             const bool delayed = unwritten || current.checks_nonfinite();
             if (delayed) c.ping_pong_arrive();
             if (unwritten) c.run_epilogue(c.previous_softmax);
@@ -108,7 +108,7 @@ __device__ __forceinline__ void consume(Consumer& c) {
             c.fetch_bias();
             c.lacks_max = c.softmax.lacks_max();
         }
-        // Never true: the branch keeps the assembler from waiting for the bias ahead of the output MMAs.
+        // Never true: the branch keeps the assembler from waiting for the bias before the output MMAs.
         if (BIAS == BIAS_DENSE && next.run < -1) __nanosleep(0);
         c.wait_logits<1>();
     finished:
@@ -190,8 +190,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_forward(
         }
     } else {
         grow_registers<CONSUMER_REGISTERS>();
-        // The compiler does not treat a loop with two entries as one; in a loop it would keep what each pass begins with in
-        // registers.
+        // The compiler does not treat a loop with two entries as a loop; in a loop it would keep the initial values of
+        // each pass in registers.
         if (zero_now() != 0) goto begins;
     again:
         code_anchor();

@@ -1,9 +1,9 @@
 // Gathering into shared memory: the rows of a block's keys and values, their biases and visibility, and a tile's
 // queries.
 //
-// Each warp gathers WARP_KEYS keys of the block (`key_of`). It copies ROWS rows at a time, ROW_LANES lanes a row; such
-// a group of lanes copies GROUP_KEYS consecutive keys of the warp, in runs whose shared-memory addresses are constant
-// distances apart.
+// Each warp gathers WARP_KEYS keys of the block (`key_of`). It copies ROWS rows at a time, with ROW_LANES lanes per
+// row; such a group of lanes copies GROUP_KEYS consecutive keys of the warp, in runs whose shared-memory addresses are
+// constant distances apart.
 //
 // Prelude: as sm90/forward.cu.
 #pragma once
@@ -31,7 +31,7 @@ template <int count> struct Entries;
 template <> struct Entries<4> { using Type = int4; };
 template <> struct Entries<2> { using Type = int2; };
 
-// A lane's pieces of a run of rows: those of the warp's keys from `begin` on.
+// A lane's pieces of a run of rows, starting at the warp's key `begin`.
 struct RunOfRows {
     const void* from[RUN];
     unsigned to;  // of the first one
@@ -55,14 +55,14 @@ struct RunOfRows {
         to = shared_address(piece_of<BLOCK_N>(rows.matrix, row_of_key(key_of(warp, begin)), piece));
     }
 
-    // Copies the pieces of the block's first `count` keys; `filled`: all.
+    // Copies the pieces of the block's first `count` keys; `filled`: of all.
     template <bool filled>
     __device__ __forceinline__ void copy(int piece, int warp, int begin, int count) const {
 #pragma unroll
         for (int k = 0; k < RUN; ++k) {
             const bool exists = (filled || key_of(warp, begin, k) < count) &&
                                 (HEAD_DIM == HEAD_DIM_PADDED || piece * 8 < HEAD_DIM);
-            // Swizzle: in the next row the piece lies at the neighbouring slot, eight rows further at the same slot
+            // Swizzle: in the next row the piece lies in the neighbouring slot, eight rows further in the same slot
             // again.
             const unsigned turned = k % 2 ? (to ^ 16) + CHUNK_ROW_BYTES : to;
             copy_async_16(turned + k / 2 * 8 * CHUNK_ROW_BYTES, from[k], exists ? 16 : 0);
@@ -70,8 +70,8 @@ struct RunOfRows {
     }
 };
 
-// This warp's rows of a block; of a lane's runs those from `from` on. Keys that are not listed are consecutive from
-// `first` on.
+// This warp's rows of a block; of a lane's runs those from `from` on. Keys without a list are consecutive from `first`
+// on.
 template <bool filled, int from = 0>
 __device__ __forceinline__ void gather_rows(const Rows& rows, int warp, int first, int count) {
     const int lane = threadIdx.x & 31, piece = lane % ROW_LANES, group = lane / ROW_LANES * GROUP_KEYS;
@@ -83,8 +83,8 @@ __device__ __forceinline__ void gather_rows(const Rows& rows, int warp, int firs
     }
 }
 
-// The same for a full block of keys and one of values; the keys arrive on `full`. All addresses of the first run of
-// both are computed first, so that no copy waits for the next one's address.
+// The same for a full block of keys and one of values; the keys arrive on `full`. All addresses of both first runs are
+// computed first, so that no copy waits for the next one's address.
 __device__ __forceinline__ void gather_both(const Rows& keys, const Rows& values, int warp, Barrier* full) {
     const int lane = threadIdx.x & 31, piece = lane % ROW_LANES, group = lane / ROW_LANES * GROUP_KEYS;
     const bool exists = ROW_PIECES == ROW_LANES || piece < ROW_PIECES;
@@ -167,13 +167,13 @@ __device__ __forceinline__ void gather_queries(ELEMENT* matrix, const AttentionP
     }
 }
 
-// The bias of a lane's key; with DELAY, of queries at or after far_from, and 0 if it applies to none.
+// The bias of a lane's key; with DELAY it applies to queries at or after far_from, and is 0 if it applies to none.
 struct KeyBias {
     float value = 0.0f;
     int far_from = INT_LOWEST;
 };
 
-// Starts loading that of this lane's key of a block with `count` keys.
+// Starts loading the bias of this lane's key of a block with `count` keys.
 __device__ __forceinline__ KeyBias fetch_bias(const AttentionParams& p, const Plan& plan, int warp, const int* listed,
                                               int first, int count) {
     KeyBias bias;
@@ -193,9 +193,9 @@ __device__ __forceinline__ KeyBias fetch_bias(const AttentionParams& p, const Pl
     return bias;
 }
 
-// A bias in units of Q K^T, or of log 2, such that p = 2^(unit * s - m) can bear it: of a product that m cannot hold,
-// half its last place is left as an exponent. So below -FAR biases become powers of 2, whose products are exact: nearer
-// to 0, as a lower lse would make probabilities of the backward pass infinite. q . k makes no difference there.
+// A bias in units of Q K^T, or of log 2, that p = 2^(unit * s - m) can represent: if m cannot hold a product, half its
+// last place is left as an exponent. So below -FAR, biases become powers of 2, whose products are exact; not nearer to
+// 0, where a lower lse would make probabilities of the backward pass infinite. q . k makes no difference there.
 // Rounding towards zero makes no new infinity.
 __device__ __forceinline__ float bearable_bias(float bias, float inverse_unit) {
     constexpr float FAR = 134217728.0f;
@@ -217,7 +217,7 @@ __device__ __forceinline__ void keep_bias(Shared& shared, const Plan& plan, int 
     shared.bias[stage][key_of(warp, lane)] = bearable_bias(bias.value, unit);
 }
 
-// Loads what else is known of each key (index, visibility). All queries see the block's first `unmasked` keys.
+// Loads the other data of each key (index, visibility). All queries see the block's first `unmasked` keys.
 __device__ __forceinline__ void gather_facts(Shared& shared, const AttentionParams& p, const Plan& plan, int warp,
                                              const RowSource& keys, int unmasked, int stage) {
     const int lane = threadIdx.x & 31, index = key_of(warp, lane);
@@ -253,6 +253,6 @@ __device__ __forceinline__ void gather_facts(Shared& shared, const AttentionPara
     shared.stop[stage][index] = exists ? NEVER : INT_LOWEST;
 #else
     copy_async_4(&shared.start[stage][index], plan.source.start + key, exists ? 4 : 0);
-    copy_async_4(&shared.stop[stage][index], plan.source.stop + key, exists ? 4 : 0);  // 0, 0 where there is no key
+    copy_async_4(&shared.stop[stage][index], plan.source.stop + key, exists ? 4 : 0);  // 0, 0 if there is no key
 #endif
 }

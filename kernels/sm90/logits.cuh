@@ -4,9 +4,9 @@
 #pragma once
 #include "sm90/smem.cuh"
 
-// Logits are kept in a unit of their own that the exponential absorbs: q . k times `unit`, or natural logits times
-// log2(e), are exponents of 2. So an element that needs neither a softcap nor a bias afterwards is touched once. Needs
-// scale > 0.
+// Logits have a unit of their own that the exponential absorbs: q . k times `unit`, or natural logits times log2(e),
+// are exponents of 2. An element that needs neither a softcap nor a bias afterwards is then touched once. Needs scale >
+// 0.
 struct Logits {
     static constexpr bool CHANGED = SOFTCAP || BIAS == BIAS_DENSE;  // accumulators need one of these
     float scale, cap, exponent, unit;
@@ -16,15 +16,15 @@ struct Logits {
           exponent(SOFTCAP ? 2.0f * LOG2_E / usable_softcap(softcap) : 0.0f),
           unit(POWERS_OF_2 ? 1.0f : CHANGED ? LOG2_E : scale * LOG2_E) {}
 
-    // Of q . k. Where a block has small logits only, polynomials take the place of this (SoftcapPolynomial).
+    // Of q . k. In blocks of small logits polynomials replace this (SoftcapPolynomial).
     __device__ __forceinline__ float operator()(float x, float bias) const {
         return SOFTCAP ? softcapped(x * scale, cap, exponent) + bias : fmaf(x, scale, bias);
     }
 };
 
 #if SOFTCAP
-// For the first `fragments` of a block of accumulators of this warp: how many of these polynomials hold for all of
-// them, counted from the first. A NaN is ignored.
+// How many of these polynomials, counted from the first, hold for the first `fragments` fragments of this warp's
+// accumulators. A NaN is ignored.
 template <int fragments>
 __device__ __forceinline__ int polynomials_for(const Fragment (&s)[KEY_FRAGMENTS],
                                                const SoftcapPolynomial (&polynomials)[2]) {
@@ -79,7 +79,7 @@ __device__ __forceinline__ void init_with_bias(Fragment (&s)[KEY_FRAGMENTS], uns
 }
 #endif
 
-// What a lane adds to its logits of a block: `of(n)(i)` to element i of fragment n.
+// The biases that a lane adds to its logits of a block: `of(n)(i)` for element i of fragment n.
 #if BIAS == BIAS_DENSE
 static_assert(sizeof(BIAS_ELEMENT) == 2, "eight elements are 16 bytes");
 
@@ -105,7 +105,7 @@ struct LaneBias {
                 BIAS_ELEMENT* x = reinterpret_cast<BIAS_ELEMENT*>(&eight[r][m]);
 #pragma unroll
                 for (int k = 0; k < 8; ++k) x[k] = row[r][shared.key[stage][32 * m + own + k] * p.bias_key];
-                __syncwarp();  // keeps the assembler from issuing all loads at once, for which there are no registers
+                __syncwarp();  // keeps the assembler from issuing all loads at once, which takes too many registers
             }
     }
 

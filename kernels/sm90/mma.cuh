@@ -51,8 +51,8 @@ __device__ __forceinline__ void mma_pv_fragments(Fragment (&o)[DIM_FRAGMENTS],
     wgmma_commit();
 }
 
-// o += p . v for a block. The branch lies outside the groups: the compiler treats one with a branch inside like
-// several.
+// o += p . v for a block. The branch lies outside the groups, because the compiler treats a group with a branch inside
+// as several groups.
 __device__ __forceinline__ void mma_pv(Fragment (&o)[DIM_FRAGMENTS], unsigned (&probability)[KEY_FRAGMENTS][4],
                                        const ELEMENT* value, bool is_short, bool add) {
     const unsigned b = matrix_descriptor(value, BLOCK_N * CHUNK_ROW_BYTES);

@@ -1,8 +1,8 @@
 // The producer of the Hopper forward: a warpgroup that gathers one block of keys after the other, of one tile after the
 // other, into shared memory.
 //
-// Producer warps share a scheduler's issue slots with the consumers and wait for each of their own instructions, so
-// what counts in the loop over blocks is the number of instructions.
+// Producer warps share a scheduler's issue slots with the consumers and wait for each of their own instructions, so the
+// number of instructions in the loop over blocks is what matters.
 //
 // Prelude: as sm90/forward.cu.
 #pragma once
@@ -10,8 +10,8 @@
 #include "sm90/pipeline.cuh"
 #include "sm90/scheduler.cuh"
 
-// In the last warps, which rarely have rows of a short block: the threads that load the tile's queries and write
-// BlockInfo.
+// The threads that load the tile's queries and write BlockInfo: in the last warps, which rarely have rows of a short
+// block.
 constexpr int QUERY_THREAD = 96, BLOCK_INFO_THREAD = 64;
 
 // A block of keys.
@@ -20,7 +20,7 @@ struct Block {
     int end;  // index behind its last key, or behind the end of its list
     int unmasked;  // as in BlockInfo
 #if ORDERED
-    int first_key, last_key;  // 0 and -1 if the block is not filled, or if full and partial keys meet in it
+    int first_key, last_key;  // 0 and -1 if the block is not filled, or has both full and partial keys
 
     // The first key, if the keys are consecutive from a multiple of RUN_STEP on, else -1.
     __device__ __forceinline__ int run() const {
@@ -49,7 +49,7 @@ __device__ __forceinline__ void list_entries(Shared& shared, unsigned block_inde
     copy_async_commit();
 }
 
-// Whether full and partial keys in separate blocks need no more blocks than together: then only the partial ones are
+// Whether separate blocks for full and partial keys take no more blocks than mixed ones: then only the partial ones are
 // masked.
 __device__ __forceinline__ bool apart(unsigned full, unsigned partial) {
     constexpr unsigned LAST = BLOCK_N - 1;
@@ -80,7 +80,7 @@ __device__ __forceinline__ Block next_block(Shared& shared, KeyBlocks& blocks, i
     block.last_key = -1;
 #if KEYS == KEYS_CONTIGUOUS
     const bool in_order = true;
-#else  // but for the step from full keys to partial ones
+#else  // except at the step from full keys to partial ones
     const bool in_order = next.first >= source.full || next.first + BLOCK_N <= source.full;
 #endif
     if (in_order && next.first + BLOCK_N <= source.length) {
@@ -176,7 +176,7 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
     };
     KeyBlocks blocks = scheduler.keys(current_plan);
     Block block = first_block(shared, blocks, warp, block_index);
-    bool begins_tile = true, found = false;  // found: so is the next tile
+    bool begins_tile = true, found = false;  // found: the next tile has been found
 #if FULL_BLOCKS
     int full_blocks = count_full_blocks(blocks.source);  // that the tile begins with
 #else
@@ -197,8 +197,8 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
         }
         wait_list(plan, block.first, block.count());
 #if FULL_BLOCKS
-        // After the tile's first block: the keys of a full block together with the values of the one before, since a warp
-        // waits for each of its steps.
+        // After the tile's first block: gathers the keys of a full block together with the previous block's values,
+        // because a warp waits for each of its steps.
         if (!begins_tile && full_blocks > 1) {
             const int* entry = plan.source.list + BLOCK_N + key_of(warp, threadIdx.x & 31) + FIRST(blocks.source);
             int left = full_blocks - 1;
@@ -212,7 +212,7 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
                 if (left > 0) {
                     list_entries(shared, block_index + 1, warp, entry);
                 } else {
-                    blocks = scheduler.keys(current_plan);  // again: it is not kept in registers
+                    blocks = scheduler.keys(current_plan);  // again, because registers do not hold it
                     blocks.next_key = FIRST(blocks.source) + full_blocks * BLOCK_N;
                     block = next_block(shared, blocks, warp, block_index + 1);
                 }
@@ -257,7 +257,7 @@ __device__ __forceinline__ void produce(Shared& shared, const ForwardParams& lau
         gather_facts(shared, p, plan, warp, rows, block.unmasked, key_state.stage);
         gather<false>(shared.keys[key_state.stage], rows, launch, warp, &shared.key_full[key_state.stage]);
         keep_bias(shared, plan, warp, key_state.stage, lane_bias, bias_unit);
-        if (!found && !(begins_tile && full_blocks > 1)) {  // takes long, while the copies of these keys are in flight
+        if (!found && !(begins_tile && full_blocks > 1)) {  // slow, so done while these keys' copies are in flight
             scheduler.find(current_plan ^ 1);
             found = true;
         }

@@ -1,10 +1,10 @@
 // The instructions that only Hopper has (sm_90a), each wrapped once: TMA, mbarriers, register budgets, warpgroup MMAs.
-// Beside common/arch.cuh the only file with inline assembly. For the CPU (tests/emulator) every paragraph with assembly
-// is replaced by a host twin.
+// With common/arch.cuh the only file with inline assembly. For the CPU (tests/emulator) a host twin replaces every
+// paragraph with assembly.
 //
 // A warpgroup (four warps, the first a multiple of four) multiplies together. Its accumulator of 64 x 16n elements is
-// an array of n Fragments: element i of fragment f stands at row 16 * warp + lane/4 + 8*((i>>1)&1), column 16*f +
-// 2*(lane%4) + (i&1) + 8*(i>>2), the layout that common/arch.cuh states for a wmma accumulator.
+// an array of n Fragments: element i of fragment f is at row 16 * warp + lane/4 + 8*((i>>1)&1), column 16*f +
+// 2*(lane%4) + (i&1) + 8*(i>>2), the layout of a wmma accumulator in common/arch.cuh.
 //
 // Matrices in shared memory are cut into chunks of 64 columns, a row of a chunk 128 bytes; the 16-byte piece c of row r
 // lies at slot c ^ (r % 8) of its row ("128-byte swizzle"), chunks at 1024-byte boundaries.
@@ -22,7 +22,7 @@ struct Fragment {
 
 using Barrier = unsigned long long;
 
-// Which axis of an operand in shared memory runs along its rows of 128 bytes: that of the sum (k), or the other one.
+// Which axis of an operand in shared memory runs along its rows of 128 bytes: the summed one (k) or the other.
 enum class Major { K, MN };
 
 // ---- copies ----
@@ -74,15 +74,15 @@ struct alignas(64) TensorMap {
     unsigned long long words[16];
 };
 
-// cp.async.bulk.tensor: loads a tile of a tensor of four axes at these coordinates into shared memory; `barrier` counts its
-// bytes.
+// cp.async.bulk.tensor: loads a tile of a four-axis tensor at these coordinates into shared memory; `barrier` counts
+// its bytes.
 __device__ __forceinline__ void tma_load(void* shared, const TensorMap* map, Barrier* barrier, int x0, int x1, int x2, int x3) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];"
         ::"r"(shared_address(shared)), "l"(map), "r"(shared_address(barrier)), "r"(x0), "r"(x1), "r"(x2), "r"(x3) : "memory");
 }
 
-// The same of a tensor of five axes.
+// The same for a five-axis tensor.
 __device__ __forceinline__ void tma_load(void* shared, const TensorMap* map, Barrier* barrier, int x0, int x1, int x2, int x3,
                                          int x4) {
     asm volatile(
@@ -91,24 +91,23 @@ __device__ __forceinline__ void tma_load(void* shared, const TensorMap* map, Bar
         : "memory");
 }
 
-// The same in the other direction, without what lies beyond the tensor. A thread waits for the stores that it has
-// committed.
+// The opposite direction, clipped to the tensor. A thread waits for the stores that it has committed.
 __device__ __forceinline__ void tma_store(const TensorMap* map, const void* shared, int x0, int x1, int x2, int x3) {
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];"
                  ::"l"(map), "r"(shared_address(shared)), "r"(x0), "r"(x1), "r"(x2), "r"(x3) : "memory");
 }
 
-// cp.reduce.async.bulk: adds floats in shared memory to those in memory, when the group it is committed with comes to it.
-// Addresses and bytes are multiples of 16.
+// cp.reduce.async.bulk: adds floats in shared memory to those in global memory. Asynchronous, in a group to be
+// committed. Addresses and bytes are multiples of 16.
 __device__ __forceinline__ void bulk_reduce_add(float* global, const float* shared, int bytes) {
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
                  ::"l"(global), "r"(shared_address(shared)), "r"(bytes) : "memory");
 }
 
-// The thread's TMA stores and bulk reductions so far, those that are in no group yet, become one.
+// Commits the thread's TMA stores and bulk reductions since the last commit as one group.
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Waits until these are in memory.
+// Waits until these are in global memory.
 __device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // Waits until these have been read from shared memory.
@@ -140,7 +139,7 @@ __device__ __forceinline__ void barrier_arrive(Barrier* barrier) {
     asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-// mbarrier.expect_tx: the phase does not end before that many more bytes have arrived by tma_load.
+// mbarrier.expect_tx: the phase does not end before this many more bytes have arrived by tma_load.
 __device__ __forceinline__ void barrier_expect(Barrier* barrier, int bytes) {
     asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
 }
@@ -212,10 +211,10 @@ __device__ __forceinline__ unsigned matrix_descriptor(const void* first, int chu
     return (shared_address(first) & 0x3ffff) >> 4 | static_cast<unsigned>(chunk_bytes >> 4) << 16;
 }
 
-// The descriptor of the matrix that begins `bytes` further on, a multiple of 16.
+// The descriptor of the matrix that starts `bytes` further on, a multiple of 16.
 __device__ __forceinline__ unsigned moved(unsigned descriptor, int bytes) { return descriptor + bytes / 16; }
 
-// This lane's index, read again: what is computed from it is not kept in registers across a loop.
+// This lane's index, read again, so that results computed from it are not kept in registers across a loop.
 __device__ __forceinline__ int lane_now() {
     int lane;
     asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
@@ -239,7 +238,7 @@ __device__ __forceinline__ int zero_now() {
 // Keeps the compiler from merging this point of the code with another.
 __device__ __forceinline__ void code_anchor() { asm volatile("" ::: "memory"); }
 
-// The value in a register of its own, which is not recomputed.
+// The value in a register of its own, so that it is not recomputed.
 __device__ __forceinline__ unsigned kept(unsigned value) {
     asm volatile("" : "+r"(value));
     return value;
@@ -341,7 +340,7 @@ __device__ __forceinline__ void multiply_warp(Fragment& d, const unsigned (&a)[4
 }
 
 // ---- arithmetic ----
-// 1 / x and log2(x), where x is no denormal; like exp2_fast.
+// 1 / x and log2(x), for x that is not denormal; like exp2_fast.
 __device__ __forceinline__ float inverse_fast(float x) {
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

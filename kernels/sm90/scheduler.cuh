@@ -1,4 +1,4 @@
-// The tile scheduler of persistent CTAs: which tiles a CTA computes, one after the other, and which of their keys.
+// The tile scheduler of persistent CTAs: which tiles a CTA computes, in which order, and which of their keys.
 //
 // Prelude: as sm90/forward.cu.
 #pragma once
@@ -6,22 +6,26 @@
 
 __device__ __forceinline__ int num_sets(const AttentionParams& p) { return p.batch * (p.heads / HEADS); }
 
-// Tile `index` of set `set`, or a slice of its rows: `count` times the 64 rows of a consumer from the `first`-th on.
+// Tile `index` of set `set`, or a slice of its rows: `count` times the 64 rows of a consumer, starting with the
+// `first`-th.
 struct WorkTile {
-    bool exists;  // or a later wave has one
+    bool exists;  // in this wave or a later one
     int set, index, first, count;  // count 0: none in this wave
 #if SPLIT
     int split;  // and of its keys; negative: all
 #endif
 };
 
-// The tile of this CTA in wave `wave`. Under causality alone tiles differ in their work: within an L2 swizzle group,
-// `swizzle_group` sets of heads whose keys fit into L2, the longest tiles come first, and every other wave assigns them
-// to the CTAs in reverse. All CTAs then finish a group with equal work, provided each group begins with a wave of its
-// own; in the last wave of a group some CTAs get nothing where they would have got one of the shortest tiles. Tiles
-// that are split along their keys take a single wave. Lists differ as well, and set after set in the same way: from one
-// full wave to the next each CTA takes a place that is `rotation` further on, or it would get the same tile of every
-// set where the grid is a multiple of the tiles of a set.
+// The tile of this CTA in wave `wave`.
+//
+// Under causality alone tiles differ in their work. Within an L2 swizzle group (`swizzle_group` sets of heads whose
+// keys fit into L2) the longest tiles come first, and every other wave assigns them to the CTAs in reverse. All CTAs
+// then finish a group with equal work, provided each group begins with a wave of its own; in the last wave of a group
+// some CTAs get nothing in place of one of the shortest tiles. Tiles that are split along their keys take a single
+// wave.
+//
+// Lists also differ, in the same way in every set. So from one full wave to the next each CTA moves on by `rotation`
+// places; otherwise it would get the same tile of every set if the grid is a multiple of the tiles of a set.
 __device__ __forceinline__ WorkTile schedule(const ForwardParams& launch, int wave) {
     const AttentionParams& p = launch.attention;
     const int all = num_sets(p) * p.tiles;
@@ -47,9 +51,9 @@ __device__ __forceinline__ WorkTile schedule(const ForwardParams& launch, int wa
     return {index < all, tile.set, tile.index, 0, CONSUMERS, is_split ? static_cast<int>(block % num_splits) : -1};
 #else
     const int before = wave * grid;
-    // If the tiles of the last wave are fewer than CTAs, the first ones (`cut_tiles`) are cut into a slice for each
-    // consumer, and the others into two if they are few (`halved`). No branches: at the start of a kernel each would
-    // wait for instructions.
+    // If the last wave has fewer tiles than CTAs, the first ones (`cut_tiles`) are cut into a slice per consumer, and
+    // the others into two if they are few (`halved`). No branches: at the start of a kernel each would wait for
+    // instructions.
     const unsigned rest = max(all - before, 0);
     const bool short_tail = ROW_CUT && p.short_tiles > 0;  // the last wave has short tiles, none of them cut
     const bool halved = ROW_CUT && !short_tail && 2 * rest <= grid;
@@ -69,7 +73,7 @@ __device__ __forceinline__ WorkTile schedule(const ForwardParams& launch, int wa
 #endif
 }
 
-// Index of a tile's first key in its own list. No function: where it is 0 that would change the code.
+// Index of a tile's first key in its own list. A macro, because a function would change the code if it is 0.
 #if SPLIT
 #define FIRST(source) (source).first
 #else
@@ -77,8 +81,8 @@ __device__ __forceinline__ WorkTile schedule(const ForwardParams& launch, int wa
 #endif
 
 #if SPLIT
-// Restricts the keys of a tile to those of split `split` of `num_splits`, which differ by at most one block; of a short
-// list some are empty.
+// Restricts the keys of a tile to split `split` of `num_splits`, whose lengths differ by at most one block; some splits
+// of a short list are empty.
 __device__ __forceinline__ void keep_split(KeySource& source, unsigned split, unsigned num_splits) {
     const unsigned blocks = (source.length + BLOCK_N - 1) / BLOCK_N;
     source.first = blocks * split / num_splits * BLOCK_N;
@@ -87,13 +91,13 @@ __device__ __forceinline__ void keep_split(KeySource& source, unsigned split, un
 }
 #endif
 
-// The tiles of this CTA, one after the other. Finding a tile takes several divisions and a load.
+// The tiles of this CTA, in order. Finding a tile takes several divisions and a load.
 struct TileScheduler {
     const ForwardParams& launch;
     const AttentionParams& p;
     Plan (&plans)[2];  // of this warp
     int wave;
-    int active_consumers;  // how many consumers have rows of the tile found last; 0: there are no more tiles
+    int active_consumers;  // how many consumers have rows of the last tile found; 0: there are no more tiles
 
     __device__ __forceinline__ TileScheduler(const ForwardParams& launch, Plan (&plans)[2])
         : launch(launch), p(launch.attention), plans(plans), wave(-1), active_consumers(0) {}

@@ -1,8 +1,8 @@
 // Shared memory of the Hopper forward, and where in it a row, a key and the keys of a lane lie.
 //
-// A stage of keys holds the rows of one block and what is known of each of its keys (bias, visibility, BlockInfo); a
-// stage of values the rows of one block. Each stage has a full barrier, on which the consumers wait for the producer,
-// and an empty one, on which the producer waits for the consumers.
+// A stage of keys contains the rows of one block and the data of each of its keys (bias, visibility, BlockInfo); a
+// stage of values contains the rows of one block. Each stage has a full barrier, on which the consumers wait for the
+// producer, and an empty one, on which the producer waits for the consumers.
 //
 // Prelude: as sm90/forward.cu.
 #pragma once
@@ -42,9 +42,9 @@ struct Shared {
     Barrier key_full[STAGES], key_empty[STAGES], value_full[VALUE_STAGES], value_empty[VALUE_STAGES];
 };
 
-// The row of key `key` of a block in the matrices of its stage. Of gathered keys, eight consecutive ones are the
-// columns of one lane in two accumulator fragments (2t, 2t + 1, 2t + 8, ...), so that a lane reads their bias and
-// visibility in vectors.
+// The row of key `key` of a block in the matrices of its stage. Eight consecutive gathered keys are the columns of one
+// lane in two accumulator fragments (2t, 2t + 1, 2t + 8, ...), so that a lane reads their bias and visibility as
+// vectors.
 __device__ __forceinline__ constexpr int row_of_key(int key) {
     return KV_TMA ? key : key / 32 * 32 + key % 8 / 2 * 8 + key / 8 % 4 * 2 + key % 2;
 }
@@ -63,7 +63,7 @@ __device__ __forceinline__ constexpr int fragment_key(int t, int n, int k) {
     return KV_TMA ? 16 * n + 2 * t + k % 2 + k / 2 * 8 : n / 2 * 32 + 8 * t + lane_key(n % 2, 0) + k;
 }
 
-// The same for this lane. Where registers are scarce it is recomputed in each block that needs it.
+// The same for this lane. If registers are scarce it is recomputed in each block that needs it.
 __device__ __forceinline__ int fragment_key(int n, int k) {
     return fragment_key((HEAD_DIM > 64 && BIAS != BIAS_DENSE ? lane_now() : threadIdx.x) & 3, n, k);
 }

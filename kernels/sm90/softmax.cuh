@@ -1,4 +1,4 @@
-// The online softmax of a block of logits, in registers, two rows a lane, with a lazily rescaled running max.
+// The online softmax of a block of logits, in registers, two rows per lane, with a lazily rescaled running max.
 //
 // Prelude: as sm90/forward.cu.
 #pragma once
@@ -17,21 +17,21 @@ constexpr bool LOW_ROWS = false;
 #endif
 
 // Two rows' running sums of p = 2^(unit * s - m), each lane's part of them. m need not be the maximum: rounding is
-// relative, so any m that keeps p in range gives the same precision. A row's first block sets it, to the maximum of its
-// logits or of some of them, or to 0 if that is near. After that the sums of each block tell whether m is too low: only
-// if a sum exceeds LARGEST, which hardly ever happens, it is raised and what was accumulated is rescaled.
+// relative, so any m that keeps p in range gives the same precision. A row's first block sets it to the maximum of all
+// or some of its logits, or to 0 if that is near. Then the sums of each block tell whether m is too low: only if a sum
+// exceeds LARGEST, which is rare, m is raised and the accumulators are rescaled.
 struct OnlineSoftmax {
     static constexpr bool LARGE = ZERO_MAX;  // whether p may be large
     static constexpr float SMALL = 256.0f, LARGEST = LARGE ? 1073741824.0f : SMALL;
     static constexpr float NEAR = 20.0f;  // distance from 0
-    // A product s * unit that m cannot hold leaves half its last place as an exponent. Key biases are made bearable
-    // (sm90/gather.cuh). Logits with a dense bias below this have p = 0 beside others. A row that has seen no others is low:
-    // m is its highest logit, and p = 2^(s - m), where both are exact. That is 1, or 0 from the next lower float on, as
-    // e^(s - m) is.
+    // If m cannot hold a product s * unit, half its last place is left as an exponent. Key biases are adjusted for this
+    // (sm90/gather.cuh). Logits with a dense bias below this have p = 0 beside others. A row that has seen no others is
+    // low: m is its highest logit, and p = 2^(s - m), where both are exact. That is 1, or 0 from the next lower float
+    // on, as e^(s - m) is.
     static constexpr float LOWEST_DENSE = -1073741824.0f;
     static constexpr float NONE = -LARGEST_FLOAT;  // m of a row that has seen nothing: its logits are -inf, p = 0
     float m[2], l[2];
-    unsigned low[2];  // LOW_ROWS: a bit for each lane of the warp, whether its row is low
+    unsigned low[2];  // LOW_ROWS: a bit per lane of the warp, whether its row is low
 
     __device__ __forceinline__ OnlineSoftmax() : m{NONE, NONE}, l{0.0f, 0.0f}, low{0, 0} {}
 
@@ -39,7 +39,7 @@ struct OnlineSoftmax {
         return LOW_ROWS && ((r == 0 ? low[0] : low[1]) >> lane_now() & 1) != 0;
     }
 
-    // What turns a row's logits into exponents of 2, `unit` that of others.
+    // Turns a row's logits into exponents of 2; `unit` is that of other rows.
     __device__ __forceinline__ float unit_of(int r, float unit) const { return is_low(r) ? 1.0f : unit; }
 
     // Whether a row of this warp has no m yet.
@@ -91,7 +91,7 @@ struct OnlineSoftmax {
     }
 
 #if SOFTCAP && BIAS != BIAS_DENSE
-    // The same for a full block of Q K^T, from which a polynomial makes logits, for rows with max_is_zero(). Returns
+    // The same for a full block of Q K^T that a polynomial turns into logits, for rows with max_is_zero(). Returns
     // whether the polynomial holds for all of them.
     template <bool high>
     __device__ __forceinline__ bool exponentiate(Fragment (&s)[KEY_FRAGMENTS], const LaneBias& bias,
@@ -179,15 +179,14 @@ struct OnlineSoftmax {
         return (is_low(r) ? 1.0f : LN_2) * ((r == 0 ? m[0] : m[1]) + log2_fast(r == 0 ? l[0] : l[1]));
     }
 
-    // The same as a sum of two: what m is far from 0 for leaves no digits for the logarithm of l. The second is -inf for
-    // a row that has seen nothing.
+    // The same as a sum of two numbers: if m is far from 0, it has no digits left for the logarithm of l. The second is
+    // -inf for a row that has seen nothing.
     __device__ __forceinline__ float2 lse_in_two(int r) const {
         return make_float2((is_low(r) ? 1.0f : LN_2) * (r == 0 ? m[0] : m[1]), LN_2 * log2_fast(r == 0 ? l[0] : l[1]));
     }
 
 private:
-    // Four independent strands a row for everything that runs over a block: a scheduler has few other warps to hide
-    // latency.
+    // Loops over a block use four independent chains per row: a scheduler has few other warps to hide latency.
     static __device__ __forceinline__ constexpr int strand(int i) { return (i & 1) + 2 * (i >> 2); }
 
     template <int fragments>

@@ -1,6 +1,6 @@
-// The order in which the Hopper forward schedules tiles, and split-KV (SPLIT): if the tiles of the last wave are too
-// few for all CTAs of the grid, each of them is split along its keys. CTA b computes split b % count of tile first + b
-// / count, and leaves for sm90/combine.cu
+// The order in which the Hopper forward schedules tiles, and split-KV (SPLIT): if the last wave has too few tiles for
+// all CTAs of the grid, each of them is split along its keys. CTA b computes split b % count of tile first + b / count
+// and writes for sm90/combine.cu
 //
 // output // (split tiles, count, BLOCK_M, HEAD_DIM) f32   softmax over the split's keys, times v; 0 where a row sees none
 // lse    // (split tiles, count, BLOCK_M, 2) f32          natural log as a sum of two (OnlineSoftmax::lse_in_two)
@@ -33,11 +33,11 @@ __device__ __forceinline__ TileIndex tile_at(int index, int sets, int tiles, int
     return {behind < 0 ? quotient : remainder, behind < 0 ? remainder : regular + quotient};
 }
 
-// Row `row` of the results that CTA `block` leaves.
+// Row `row` of the results of CTA `block`.
 __device__ __forceinline__ long long row_of_split(int block, int row) { return (long long)block * BLOCK_M + row; }
 
-// Writes this warp's 16 rows of a split, of `rows` in all, straight from registers: the four lanes of a row fill
-// sectors of 32 bytes. `nonfinite_seen` becomes 1 if a value of the split's keys is NaN or infinite, see `epilogue`.
+// Writes this warp's 16 rows of a split, of `rows` in total, straight from registers: the four lanes of a row fill
+// 32-byte sectors. `nonfinite_seen` becomes 1 if a value of the split's keys is NaN or infinite, see `epilogue`.
 template <typename Softmax, int fragments>
 __device__ __forceinline__ void write_split(const Splits& splits, int rows, int first_row, const Fragment (&o)[fragments],
                                            Softmax& softmax, int& nonfinite_seen) {

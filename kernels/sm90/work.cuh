@@ -1,12 +1,12 @@
-// What the warps of a CTA tell each other of their work: a block of keys (BlockInfo), a tile's keys (Plan) and its output
-// (Output); and the parameters of a launch.
+// The messages between the warps of a CTA: a block of keys (BlockInfo), a tile's keys (Plan) and its output (Output);
+// and the parameters of a launch.
 //
 // Prelude: as sm90/forward.cu.
 #pragma once
 #include "sm90/config.cuh"
 #include "sm90/split_kv.cuh"
 
-// What the consumers are told of a block of keys.
+// A block of keys, for the consumers.
 struct BlockInfo {
     int flags;  // 0: a full block that is not the last of its tile
     int run;  // BIAS_DENSE: the first key, if the BLOCK_N keys are consecutive from a multiple of 16 bytes on, else -1
@@ -42,12 +42,12 @@ struct BlockInfo {
 
 #if SOFTCAP
 // cap * tanh(scale / cap * x) as an odd polynomial of x where x^2 < `square` (negative if there is none), times log2(e)
-// with POWERS_OF_2. `softcapped` takes two results of the special function unit.
+// with POWERS_OF_2. `softcapped` needs two results of the special function unit instead.
 struct SoftcapPolynomial {
     float square;
     float c[4];  // of x (x^2 - square)^k
 
-    // Below 0 where the polynomial holds.
+    // Below 0 if the polynomial holds.
     __device__ __forceinline__ float distance(float x) const { return fmaf(x, x, -square); }
 
     // Of x, whose distance is t, plus a bias. `high`: c[3] is not 0.
@@ -77,7 +77,7 @@ struct ForwardParams {
 #endif
 };
 
-// Where the output of a tile goes.
+// The location of a tile's output.
 struct Output {
     int batch, first_head, first_query, rows;  // rows: of the tile
     float* lse;  // of its first row
@@ -88,7 +88,7 @@ struct Output {
           lse(p.lse + ((long long)t.batch * p.heads + t.first_head) * p.query_length + t.first_query) {}
 };
 
-// A tile, and where its keys, their visibility and its output lie.
+// A tile, and the locations of its keys, their visibility and its output.
 struct Plan {
     Tile tile;
     Output output;
