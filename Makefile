@@ -1,32 +1,31 @@
-# Each target does its own set-up: from Python >= 3.10 and make alone to a finished run.
+# cupy_dma: each target sets itself up, from Python >= 3.10 and make alone.
 #
-#   make demo         dynamic mask attention over a long text, with a picture of the mask in mask.png
-#   make test         what a change could break, in minutes: all but the tests marked slow (tests/slow.py)
-#   make test-all     make test, then the slow ones: every kernel and fault, half of the largest grids, and
-#                     the tests of cupy_dma.transformers with the oldest transformers that it supports, and
-#                     transformers' own
-#   make test-rare    the rest of the largest grids, for changes of kernels
-#   make test-gpu     the tests that need a GPU; records the result in tests/gpu_results.json
-#   make test-sanitize  the kernels on the CPU emulator, with its race detector and with AddressSanitizer
-#   make sanitize     every kernel under compute-sanitizer's memcheck and racecheck (needs a GPU)
-#   make bench        the forward, backward, dense and decode benchmarks (needs a GPU and a CUDA build of torch)
-#   make evidence     does the method learn: recall, language models and needles (needs a GPU, an hour of it); what is
-#                     recorded is not run again, so it may be interrupted, ARGS="--seconds 540" ends each script by then
-#   make docs         builds the documentation site into site/ and checks it, in a browser if there is a Chromium
-#   make lint         ruff and mypy
-#   make check-record fails if tests/gpu_results.json does not belong to these sources
-#   make clean        removes everything that make created
+#   make demo           sets up .venv and runs attention over a long text, with a picture of the mask
+#   make test           what a change could break, in minutes: all tests but the slow ones
+#   make test-all       all tests that need no GPU, but the rare ones
+#   make test-rare      the rest of the largest grids, for changes of kernels
+#   make test-gpu       the tests that need a GPU; records the result in tests/gpu_results.json
+#   make test-sanitize  the kernels on the CPU emulator, with its race detector and AddressSanitizer
+#   make sanitize       every kernel under compute-sanitizer (needs a GPU)
+#   make bench          the forward, backward, dense and decode benchmarks (needs a GPU and its torch)
+#   make evidence       does the method learn: recall, language models, needles (needs a GPU for an hour)
+#   make docs           builds the documentation site into site/ and checks it
+#   make lint           ruff and mypy
+#   make check-record   fails if tests/gpu_results.json does not belong to these sources
+#   make clean          removes everything that make created
 #
-# PYTHON=python3.12    the interpreter to start from
-# VENV=                an empty VENV installs nothing and runs the tree in PYTHON itself
-# CUDA_EXTRA=cuda12    which CUDA extra to install; chosen by the driver if not given
-# TORCH=               what pip installs as torch for the tests; empty for none, and then its tests are skipped
-# TORCH_INDEX=         an index of CPU wheels to ask last, where TORCH is not given
-# TRANSFORMERS=        what pip installs as transformers for the tests, beside torch; empty for none
-# JAX=                 what pip installs as jax for the tests; empty for none, and then its tests are skipped
-# GPU_JOBS=8           processes of make test-gpu: most of its time is compiling, which is the host's
-# GPU_SHARE=1/2        make test-gpu runs this share of the tests; tests/gpu/gpu_record.py joins them
-# ARGS="--length 4096" more arguments for demo, test, test-all, test-gpu and bench
+# Variables, such as make test JOBS=4:
+#
+#   ARGS="--length 4096"  more arguments for demo, test, test-all, test-gpu, bench and evidence
+#   JOBS=2                processes of the tests
+#   PYTHON=python3.12     the interpreter to start from
+#   VENV=                 an empty VENV installs nothing and runs the tree in PYTHON itself
+#   CUDA_EXTRA=cuda12     which CUDA extra to install; chosen by the driver if not given
+#   TORCH=, TRANSFORMERS=, JAX=  what pip installs for the tests; empty for none, whose tests are skipped
+#   TORCH_INDEX=          an index of CPU wheels to ask last, where TORCH is not given
+#   GPU=yes               there is a GPU, though nvidia-smi does not say so
+#   GPU_JOBS=8            processes of make test-gpu, which mostly compiles
+#   GPU_SHARE=1/2         make test-gpu runs this share of the tests; tests/gpu/gpu_record.py joins them
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -39,7 +38,7 @@ DRIVER_CUDA := $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && \
 GPU := $(if $(DRIVER_CUDA),yes)
 
 ifdef GPU
-CUDA_EXTRA ?= $(shell test $(DRIVER_CUDA) -ge 13 && echo cuda13 || echo cuda12)
+CUDA_EXTRA ?= $(shell test 0$(DRIVER_CUDA) -ge 13 && echo cuda13 || echo cuda12)
 DEMO_EXTRAS := plot,$(CUDA_EXTRA)
 WORKERS :=
 # Torch and jax on a GPU machine are the user's choice (make test VENV= runs in an interpreter that has them).
@@ -85,7 +84,14 @@ endif
 PIP_LOUD := $(VENV)/bin/python -m pip install --disable-pip-version-check
 PIP := $(PIP_LOUD) --quiet
 
-.PHONY: demo docs test test-all test-rare test-gpu test-sanitize sanitize bench evidence lint check-record clean
+.PHONY: help gpu demo docs test test-all test-rare test-gpu test-sanitize sanitize bench evidence lint check-record clean
+
+# The head of this file, up to the first empty line.
+help:
+	@sed -n '/^$$/q; s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
+
+gpu:
+	@$(if $(GPU),,echo "this needs a GPU, and nvidia-smi shows none; python -m cupy_dma bench measures a CPU, too" >&2; exit 1)
 
 demo: $(DEMO_READY)
 	$(RUN) -m cupy_dma demo $(ARGS)
@@ -115,11 +121,11 @@ test-sanitize: $(TEST_READY)
 	$(ASAN) $(if $(VENV),$(RUN),PYTHONPATH=. $(PYTHON)) -m pytest -p no:faulthandler -m "not gpu" \
 	    $(if $(VENV),$(WORKERS)) tests/emulator/tests/test_forward.py tests/emulator/tests/test_backward.py $(ARGS)
 
-sanitize: $(TEST_READY)
+sanitize: gpu $(TEST_READY)
 	set -e; for tool in memcheck racecheck; do \
 	    $(if $(VENV),,PYTHONPATH=.) compute-sanitizer --tool $$tool --error-exitcode 1 $(if $(VENV),$(RUN),$(PYTHON)) -m tests.gpu.sanitize; done
 
-bench: $(BENCH_READY)
+bench: gpu $(BENCH_READY)
 	$(RUN) -m benchmarks forward $(ARGS)
 	$(RUN) -m benchmarks backward $(ARGS)
 	$(RUN) -m benchmarks dense $(ARGS)
@@ -129,7 +135,7 @@ bench: $(BENCH_READY)
 # goes on from there.
 EVIDENCE := mqar language_model needle
 
-evidence: $(BENCH_READY)
+evidence: gpu $(BENCH_READY)
 	for name in $(EVIDENCE); do \
 	    $(RUN) -m benchmarks $$name --compile --share 1/2 $(ARGS) & other=$$!; \
 	    $(RUN) -m benchmarks $$name --compile --share 2/2 $(ARGS); status=$$?; \

@@ -32,7 +32,7 @@ __all__ = ["DynamicCache", "IntervalMask", "attention", "backward", "distributed
            "explain", "flash_dmattn", "get_available_backends", "jit", "key_scores", "varlen_attention",
            "varlen_dynamic_mask_attention"]
 
-_SUBMODULES = ("backward", "distributed", "flash_dmattn", "jax", "retrofit", "torch")
+_SUBMODULES = ("backward", "distributed", "flash_dmattn", "jax", "retrofit", "torch", "transformers")
 _MODULE_OF = {
     "DynamicCache": "cupy_dma.cache",
     "IntervalMask": "cupy_dma.masks",
@@ -58,4 +58,4 @@ def __getattr__(name: str):
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_SUBMODULES})

@@ -1,8 +1,10 @@
-"""The command line: ``python -m cupy_dma {info,demo,plot,bench,warmup,clear-cache}``. Exit status: cli/exit.py."""
+"""The command line: ``cupy-dma`` or ``python -m cupy_dma``, with the commands info, demo, plot, bench, warmup and
+clear-cache. Exit status: cli/exit.py."""
 from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 import cupy_dma
 from cupy_dma.cli import bench, demo, demo_ranks, info, plot, warmup
@@ -22,8 +24,9 @@ def clear_cache(args: argparse.Namespace) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    top = Parser(prog="python -m cupy_dma", description="Flash Dynamic Mask Attention.")
-    top.add_argument("--version", action="version", version=f"cupy_dma {cupy_dma.__version__}")
+    called = "cupy-dma" if Path(sys.argv[0]).stem == "cupy-dma" else "python -m cupy_dma"
+    top = Parser(prog=called, description="Flash Dynamic Mask Attention.")
+    top.add_argument("-V", "--version", action="version", version=f"cupy_dma {cupy_dma.__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(name, function, summary):

@@ -82,6 +82,13 @@ def attention(query: Any, key: Any, value: Any, *, mask: Any = None, bias: Any =
     NotImplementedError
         The backend does not support this combination.
 
+    Examples
+    --------
+    >>> x = np.ones((1, 4, 2, 8), np.float32)
+    >>> out, lse = dma.attention(x, x, x, causal=True, return_lse=True)
+    >>> out.shape, lse.shape
+    ((1, 4, 2, 8), (1, 2, 4))
+
     Notes
     -----
     The result is differentiable for torch tensors that require grad (``cupy_dma.torch``). For other libraries see
@@ -143,6 +150,12 @@ def dynamic_mask_attention(query: Any, key: Any, value: Any, scores: Any = None,
     Raises
     ------
     As ``attention`` and ``IntervalMask.top_w``; also ValueError if both or neither of scores and dt_proj are given.
+
+    Examples
+    --------
+    >>> x, scores = np.ones((1, 6, 2, 8), np.float32), np.arange(12.0).reshape(1, 2, 6)
+    >>> dma.dynamic_mask_attention(x, x, x, scores, window=3).shape
+    (1, 6, 2, 8)
     """
     if not is_bnhd(layout):
         return in_bhnd(dynamic_mask_attention, (("query", query), ("key", key), ("value", value)), scores,
@@ -187,17 +200,18 @@ def key_scores(value: Any, dt_proj: Any, A: Any, *, dt_bias: Any = None, form: s
     Returns
     -------
     float32 array ``(B, Hkv, Lk)`` of ``value``'s library (float64 if ``value`` is float64). ``dt`` is accumulated in
-    that type.
+    that type. Differentiable as in ``attention``.
 
     Raises
     ------
     TypeError, ValueError
         An argument has the wrong type, shape or device.
 
-    Notes
-    -----
-    The result is differentiable for torch tensors that require grad (``cupy_dma.torch``). For other libraries see
-    ``cupy_dma.backward``.
+    Examples
+    --------
+    >>> value = np.array([1, -1], np.float32).reshape(1, 2, 1, 1)
+    >>> dma.key_scores(value, np.ones((1, 1), np.float32), np.ones(1, np.float32), form="linear").round(2)
+    array([[[1.31, 0.31]]], dtype=float32)
     """
     if not is_bnhd(layout):
         return in_bhnd(key_scores, (("value", value),), dt_proj, A, dt_bias=dt_bias, form=form, backend=backend)
@@ -263,10 +277,13 @@ def varlen_attention(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seq
     NotImplementedError
         The backend does not support this combination; none supports dense masks or biases with a query axis.
 
-    Notes
-    -----
-    The result is differentiable for torch tensors that require grad (``cupy_dma.torch``). For other libraries see
-    ``cupy_dma.backward.varlen_attention_backward``.
+    Examples
+    --------
+    Two sequences of 2 and 4 tokens:
+
+    >>> x = np.ones((6, 2, 8), np.float32)
+    >>> dma.varlen_attention(x, x, x, [0, 2, 6], [0, 2, 6], causal=True).shape
+    (6, 2, 8)
     """
     if is_tensor(query):
         from cupy_dma import torch

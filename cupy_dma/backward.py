@@ -122,6 +122,14 @@ def attention_backward(dout: Any, query: Any, key: Any, value: Any, out: Any, ls
         An argument has the wrong type, shape or device, or ``needs`` an unknown name; nothing has been launched.
     NotImplementedError
         The backend does not support this combination, or a torch argument requires grad: there is no second derivative.
+
+    Examples
+    --------
+    >>> x = np.ones((1, 4, 2, 8), np.float32)
+    >>> out, lse = dma.attention(x, x, x, causal=True, return_lse=True)
+    >>> grads = dma.backward.attention_backward(x, x, x, x, out, lse, causal=True)
+    >>> grads.value[0, :, 0, 0].round(2)
+    array([2.08, 1.08, 0.58, 0.25], dtype=float32)
     """
     wanted = check_needs(needs, _ATTENTION_NEEDS)
     options = Options(causal, scale, softcap, deterministic, bias_delay, sink_logits)

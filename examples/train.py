@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import pickle
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -240,44 +241,56 @@ def load(path: Path, device: Any) -> Model:
     return model
 
 
-def text_of(path: str) -> bytes:
-    return Path(path).read_bytes() if path else "\n".join(topics.values()).encode()
+def text_of(parser: argparse.ArgumentParser, path: str) -> bytes:
+    try:
+        return Path(path).read_bytes() if path else "\n".join(topics.values()).encode()
+    except OSError as error:
+        parser.error(f"--text {path}: {error.strerror}")
 
 
-def parser_of(description: str) -> argparse.ArgumentParser:
-    """The options of a run."""
+def parser_of(description: str, text: str) -> argparse.ArgumentParser:
+    """The options of a run, which learns from ``text`` unless it is given one."""
     parser = argparse.ArgumentParser(description=description)
     for name, usual, meaning in (
             ("steps", 100, "training steps"), ("batch", 4, "pieces of text in a step"), ("length", 128, "bytes in a "
              "piece"), ("layers", 2, ""), ("width", 64, ""), ("heads", 4, ""), ("kv-heads", 2, ""),
             ("window", 32, "keys that a query keeps"), ("recent", 8, "last bytes that are kept as well"),
             ("validate", 50, "steps from one validation to the next"),
-            ("pieces", 64, "of the held-out text in a validation, at most"),
-            ("save", 100, "steps from one checkpoint to the next")):
-        parser.add_argument(f"--{name}", type=int, default=usual, help=f"{meaning} (default: {usual})".strip())
-    parser.add_argument("--rate", type=float, default=5e-3, help="learning rate at its highest (default: 0.005)")
-    parser.add_argument("--text", default="", metavar="FILE", help="to learn from (default: the topics of help())")
-    parser.add_argument("--attention", choices=KINDS, default="dynamic",
-                        help="window: dynamic, but the scores learn nothing (default: dynamic)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--autocast", action="store_true", help="compute in bfloat16, parameters in float32")
+            ("pieces", 64, "of the held-out text in a validation, at most")):
+        parser.add_argument(f"--{name}", type=int, default=usual, help=f"{meaning} (default: %(default)s)".strip())
+    parser.add_argument("--rate", type=float, default=5e-3, help="highest learning rate (default: %(default)s)")
+    parser.add_argument("--text", default="", metavar="FILE", help=f"to learn from (default: {text})")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
+                        help="cpu, cuda or cuda:1 (default: %(default)s)")
+    parser.add_argument("--autocast", action=argparse.BooleanOptionalAction, default=False,
+                        help="compute in bfloat16, parameters in float32 (default: %(default)s)")
     parser.add_argument("--compile", action="store_true", help="train through torch.compile")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=Path("model.pt"), help="where to save the model")
+    parser.add_argument("--output", type=Path, default=Path("model.pt"), help="file to write (default: %(default)s)")
     return parser
 
 
 def check(parser: argparse.ArgumentParser, args: argparse.Namespace, text: bytes) -> None:
     for name in ("steps", "batch", "length", "validate", "pieces", "save"):
-        if getattr(args, name) < 1:
+        if getattr(args, name, 1) < 1:
             parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
+    try:
+        torch.empty(0, device=args.device)
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
+        parser.error(f"--device must be cpu, cuda or cuda:N of this machine, got {args.device}: "
+                     f"{str(error).splitlines()[0]:.80}")
+    if not args.output.parent.is_dir() or args.output.is_dir():
+        parser.error(f"--output must be a file in a folder that exists, got {args.output}")
     if len(text) < 4 * (args.length + 1):
         parser.error(f"--text must have at least 4 pieces of --length {args.length}, got {len(text)} bytes")
 
 
 def parsed(arguments: list[str] | None) -> tuple[argparse.Namespace, bytes, dict[str, Any] | None]:
     """The options, the text, and the checkpoint to go on from. A checkpoint brings the options of its run."""
-    parser = parser_of((__doc__ or "").splitlines()[0])
+    parser = parser_of((__doc__ or "").splitlines()[0], "the topics of help()")
+    parser.add_argument("--attention", choices=KINDS, default="dynamic",
+                        help="window: dynamic, but the scores learn nothing (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
+    parser.add_argument("--save", type=int, default=100, help="steps between checkpoints (default: %(default)s)")
     parser.add_argument("--resume", type=Path, metavar="FILE", help="a checkpoint to go on from, and its options")
     parser.add_argument("--context-parallel", action="store_true", help="share every piece among torchrun's processes")
     parser.add_argument("--count", type=int, default=200, help="bytes to write (default: 200)")
@@ -293,15 +306,20 @@ def parsed(arguments: list[str] | None) -> tuple[argparse.Namespace, bytes, dict
     if not args.prompt:
         parser.error("--prompt must not be empty")
     if args.resume is not None:
-        saved = torch.load(args.resume, map_location="cpu", weights_only=True)
-        options = saved["run"]["options"]
+        try:
+            saved = torch.load(args.resume, map_location="cpu", weights_only=True)
+            options = saved["run"]["options"]
+        except OSError as error:
+            parser.error(f"--resume {args.resume}: {error.strerror}")
+        except (RuntimeError, pickle.UnpicklingError, EOFError, KeyError, TypeError):
+            parser.error(f"--resume {args.resume} is no checkpoint of this script")
         parser.set_defaults(output=args.resume, **options)
         args = parser.parse_args(arguments)
         for name in FIXED:
             if getattr(args, name) != options[name]:
                 parser.error(f"--{name.replace('_', '-')} was {options[name]} when the run began, got "
                              f"{getattr(args, name)}")
-    text = text_of(args.text)
+    text = text_of(parser, args.text)
     check(parser, args, text)
     return args, text, saved
 

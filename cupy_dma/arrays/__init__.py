@@ -87,6 +87,9 @@ def library_of(array: Any, name: str) -> Library:
     if hasattr(array, "filled") and hasattr(array, "mask"):
         raise TypeError(f"{name} must not be a masked array, got {kind.__module__}.{kind.__qualname__}: pass "
                         f"{name}.filled(...), or {name}.data to include masked elements")
+    if any(base.__name__ == "Tracer" and base.__module__.startswith("jax") for base in kind.__mro__):
+        raise TypeError(f"{name} must be an array with values, got one that jax traces ({kind.__qualname__}): under "
+                        f"jax.jit, grad and vmap use the functions and masks of cupy_dma.jax")
     if not (hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")):
         raise TypeError(f"{name} must be a numpy.ndarray, cupy.ndarray, torch.Tensor or an object with __dlpack__, "
                         f"got {kind.__module__}.{kind.__qualname__}")

@@ -84,7 +84,11 @@ def why_not(name: str) -> str | None:
 
 
 def get_available_backends() -> list[str]:
-    """Names of the backends that can run on this machine, in order of preference for CUDA arrays."""
+    """Names of the backends that can run on this machine, in order of preference for CUDA arrays.
+
+    >>> "numpy" in dma.get_available_backends()
+    True
+    """
     return [name for name in NAMES if why_not(name) is None]
 
 

@@ -49,6 +49,13 @@ class DynamicCache(KeyCache):
     RuntimeError
         The backend cannot run here.
 
+    Examples
+    --------
+    >>> cache = DynamicCache(batch=1, kv_heads=2, window=4, head_dim=8, dtype="float32")
+    >>> x = np.ones((1, 6, 2, 8), np.float32)
+    >>> cache.extend(x, x, x, np.zeros((1, 2, 6), np.float32)).shape  # a prompt of 6 tokens
+    (1, 6, 2, 8)
+
     Notes
     -----
     ``B * Hkv * (window + sinks + recent)`` rows are allocated up front and never grow; where windows differ, every head

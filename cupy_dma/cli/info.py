@@ -24,8 +24,8 @@ def describe() -> Iterator[tuple[str, str]]:
     for package in ("numpy", "ml_dtypes"):
         yield package, installed_version(package)
     yield "cupy", _try(lambda: __import__("cupy").__version__, missing=f"not installed: {INSTALL_CUDA}")
-    yield "torch", installed_version("torch")
-    yield "triton", installed_version("triton")
+    for package in ("torch", "triton", "jax", "flax", "transformers"):
+        yield package, installed_version(package)
     yield "CUDA driver", _try(lambda: cuda_version(_runtime().driverGetVersion()) or "none")
     yield "CUDA runtime", _try(lambda: cuda_version(_runtime().runtimeGetVersion()))
     yield "NVRTC", _try(nvrtc_version)

@@ -131,7 +131,7 @@ class Constructors:
         limit = None if window is None else checks.whole(window, "window", 1)
         with library.on(device):
             start = library.arange(0, n, device)
-            end = checks.in_rows(library.operand(_positions(given), "stop")).array
+            end = checks.in_rows(library.operand(positions(given), "stop")).array
             if limit is None:
                 return cls._of(library, Runs(start, end, Hints("key")))
             if checks.values_known(given):
@@ -225,7 +225,7 @@ class Constructors:
                              f"causal={causal}, got {given.shape}")
         library, xp, n = given.library, given.library.xp, given.shape[2]
         with library.on(given.device):
-            rows = _positions(given)
+            rows = positions(given)
             first, last = library.contiguous(rows[..., 0]), library.contiguous(rows[..., columns - 1])
             if not causal:
                 return cls._of(library, Runs(last, first))
@@ -276,7 +276,7 @@ def library_and_device(like: Any) -> tuple[Library, Device]:
     return operand.library, operand.device
 
 
-def _positions(given: Operand) -> Any:
+def positions(given: Operand) -> Any:
     """As int32: any position after all others serves as well as the largest int32."""
     library, array = given.library, given.array
     if given.dtype == "int32":

@@ -14,7 +14,7 @@ from typing import Any
 
 from cupy_dma import backends, checks
 from cupy_dma.arrays import Library, Operand, describe
-from cupy_dma.masks.constructors import Constructors, library_and_device
+from cupy_dma.masks.constructors import Constructors, library_and_device, positions
 from cupy_dma.masks.derived import History
 from cupy_dma.masks.operators import MaskOperators
 from cupy_dma.masks.plot import Pictures
@@ -36,16 +36,26 @@ class IntervalMask(Constructors, MaskOperators, Pictures):
 
     Parameters
     ----------
-    start, stop : int32 array, ``(1|B, 1|Hkv|H, Lk)``
+    start, stop : int32 or int64 array, ``(1|B, 1|Hkv|H, Lk)``
         First position that sees the key, and the first position after it that does not. Missing leading axes
-        broadcast. Both are of one library and device. A mask is immutable: do not write to its arrays afterwards.
+        broadcast. Both are of one library and device. int64 arrays are copied to int32, in which larger positions mean
+        ``EVER`` and ``NEVER``. A mask is immutable: do not write to its arrays afterwards.
 
     Raises
     ------
     TypeError
-        ``start`` or ``stop`` is not an int32 array, or they are of different libraries.
+        ``start`` or ``stop`` is not an integer array, or they are of different libraries.
     ValueError
         Their shapes do not broadcast, their last axis is not contiguous, or they are on different devices.
+
+    Examples
+    --------
+    Three keys that live for two positions each:
+
+    >>> IntervalMask(np.array([0, 1, 2]), np.array([2, 3, 4])).to_dense(3)[0, 0].astype(int)
+    array([[1, 0, 0],
+           [1, 1, 0],
+           [0, 1, 1]])
 
     See Also
     --------
@@ -66,14 +76,18 @@ class IntervalMask(Constructors, MaskOperators, Pictures):
         operands = describe(start, "start"), describe(stop, "stop")
         checks.require_same_device(operands)
         for operand in operands:
-            checks.one_of_types(operand, ("int32",))
+            checks.one_of_types(operand, checks.INTEGERS)
             checks.per_key(operand)
             checks.rows_contiguous(operand)
         shapes = [(1,) * (3 - operand.ndim) + tuple(operand.shape) for operand in operands]
         if shapes[0][2] != shapes[1][2] or any(a != b and 1 not in (a, b) for a, b in zip(*shapes)):
             raise ValueError(f"start and stop must broadcast to one shape (B, H, Lk), got start {operands[0].shape} "
                              f"and stop {operands[1].shape}")
-        self._set(operands[0].library, operands[0].array, operands[1].array, UNKNOWN)
+        library = operands[0].library
+        with library.on(operands[0].device):
+            start, stop = (library.contiguous(positions(operand)) if operand.dtype == "int64" else operand.array
+                           for operand in operands)
+        self._set(library, start, stop, UNKNOWN)
 
     def _set(self, library: Library, start: Any, stop: Any, hints: Hints) -> None:
         a, b = ((1, 1, 1, *run.shape)[-3:] for run in (start, stop))
@@ -159,6 +173,14 @@ class IntervalMask(Constructors, MaskOperators, Pictures):
         ------
         TypeError, ValueError
             An argument has the wrong type, shape or value, or (``CUPY_DMA_CHECK=1``) a score is not finite.
+
+        Examples
+        --------
+        >>> IntervalMask.top_w(np.array([[[3.0, 1.0, 2.0, 0.0]]]), window=2).to_dense(4)[0, 0].astype(int)
+        array([[1, 0, 0, 0],
+               [1, 1, 0, 0],
+               [1, 0, 1, 0],
+               [1, 0, 1, 0]])
 
         Notes
         -----

@@ -186,3 +186,10 @@ def test_jax_is_imported_only_when_it_is_used():
 def test_unknown_names():
     with pytest.raises(AttributeError, match="has no attribute 'varlen_attention'"):
         dj.varlen_attention  # noqa: B018
+
+
+@pytest.mark.parametrize("transform", [jax.jit, lambda call: jax.grad(lambda x: call(x).sum()), jax.vmap])
+def test_functions_for_arrays_name_those_for_jax(transform):
+    x = jnp.ones((1, 1, 4, 2, 8))[0 if transform is not jax.vmap else slice(None)]
+    with pytest.raises(TypeError, match=r"query must be an array with values, .* traces .*: .* of cupy_dma\.jax"):
+        transform(lambda x: dma.attention(x, x, x))(x)

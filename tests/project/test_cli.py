@@ -35,6 +35,7 @@ def test_info_says_why_a_backend_cannot_run(capsys):
                  for line in capsys.readouterr().out.splitlines())
     assert "available" in lines["backend numpy"]
     assert lines["numpy"][0].isdigit()
+    assert {"torch", "triton", "jax", "flax", "transformers"} <= set(lines)
     assert any(name.startswith("backend cuda") for name in lines)
 
 
@@ -101,8 +102,9 @@ def test_module_is_executable(tmp_path):
         assert command in done.stdout
 
 
-def test_version(capsys):
-    assert cli.main(["--version"]) == 0
+@pytest.mark.parametrize("option", ["-V", "--version"])
+def test_version(capsys, option):
+    assert cli.main([option]) == 0
     assert capsys.readouterr().out == f"cupy_dma {cupy_dma.__version__}\n"
 
 

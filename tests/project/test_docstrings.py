@@ -50,7 +50,9 @@ def test_examples_in_docstrings(name):
 
 
 def test_there_are_examples_in_docstrings():
-    assert {"IntervalMask.from_stop", "jit"} <= set(with_examples())
+    assert {"attention", "dynamic_mask_attention", "key_scores", "varlen_attention", "IntervalMask",
+            "IntervalMask.top_w", "IntervalMask.from_stop", "DynamicCache", "backward.attention_backward", "explain",
+            "get_available_backends", "jit"} <= set(with_examples())
 
 
 def code_that_runs() -> str:

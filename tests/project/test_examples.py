@@ -3,6 +3,8 @@ import math
 import re
 import sys
 from collections import Counter
+from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -212,6 +214,33 @@ def test_bad_options_of_training(train, capsys, option, value, message):
     with pytest.raises(SystemExit):
         train.main([f"--{option}", value])
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("script", "options", "message"), [
+    ("train", ["--text", "no/such/file"], "--text no/such/file: No such file or directory"),
+    ("train", ["--device", "cuda:99"], "--device must be cpu, cuda or cuda:N of this machine, got cuda:99: "),
+    ("train", ["--output", "no/such/model"], "--output must be a file in a folder that exists, got no/such/model"),
+    ("train", ["--resume", "no/such/file"], "--resume no/such/file: No such file or directory"),
+    ("train", ["--resume", "README.md"], "--resume README.md is no checkpoint of this script"),
+    ("compare", ["--text", "no/such/file"], "--text no/such/file: No such file or directory"),
+    ("compare", ["--device", "gpu"], "--device must be cpu, cuda or cuda:N of this machine, got gpu: "),
+    ("compare", ["--seeds", "1,x"], "argument --seeds: must be whole numbers, such as 0,1,2, got '1,x'")])
+def test_bad_paths_and_devices(train, capsys, monkeypatch, script, options, message):
+    monkeypatch.chdir(Path(__file__).parents[2])
+    with pytest.raises(SystemExit):
+        import_module(f"examples.{script}").parsed(options)
+    assert message in capsys.readouterr().err
+
+
+def test_help_of_the_comparison_has_its_own_defaults(train, capsys):
+    from examples import compare
+
+    with pytest.raises(SystemExit):
+        compare.parsed(["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for name, usual in (("steps", 1000), ("length", 4096), ("width", 256), ("rate", 0.002), ("output", "compare.json")):
+        assert re.search(rf"--{name} \S+ [^-]*\(default: {usual}\)", shown), name
+    assert "On a CPU" in shown
 
 
 @pytest.mark.parametrize("name", ["tokens", "free", "forced"])

@@ -3,6 +3,8 @@ import configparser
 import importlib.metadata
 import importlib.util
 import os
+import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -80,3 +82,25 @@ def test_import_is_light(tmp_path):
     code = ("import sys, cupy_dma; "
             "print([name for name in ('torch', 'jax', 'triton', 'cupy', 'matplotlib', 'tqdm') if name in sys.modules])")
     assert python(code, tmp_path, path=str(ROOT)) == "[]"
+
+
+def test_submodules_are_listed_and_loaded_when_used(tmp_path):
+    code = ("import sys, cupy_dma; listed = set(dir(cupy_dma)); "
+            "print({'backward', 'jax', 'retrofit', 'torch', 'transformers'} - listed, 'transformers' in sys.modules); "
+            "from importlib.util import find_spec; "
+            "print(not find_spec('transformers') or callable(cupy_dma.transformers.convert))")
+    assert python(code, tmp_path, path=str(ROOT)) == "set() False\nTrue"
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="could not find 'make'")
+def test_make_names_its_targets_and_refuses_without_a_gpu_before_it_installs():
+    def make(*arguments):
+        return subprocess.run(["make", *arguments], cwd=ROOT, capture_output=True, text=True)
+
+    shown = make("help").stdout
+    targets = set(re.search(r"^\.PHONY: help gpu (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split())
+    assert targets == set(re.findall(r"^  make ([\w-]+) ", shown, re.MULTILINE))
+    for target in ("bench", "evidence", "sanitize"):
+        refused = make(target, "GPU=", "VENV=build/no-such-environment", "CUDA_EXTRA=")
+        assert refused.returncode == 2 and "nvidia-smi shows none" in refused.stderr
+    assert not (ROOT / "build" / "no-such-environment").exists()

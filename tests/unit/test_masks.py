@@ -299,6 +299,19 @@ def test_masks_of_a_million_keys_count_exactly():
     assert M.causal(n).count(n).item() == n * (n + 1) // 2
 
 
+@pytest.mark.parametrize("dtypes", [(np.int64, np.int64), (np.int32, np.int64)])
+def test_runs_of_int64(convert, dtypes, rng):
+    start, stop = (rng.integers(-3, N + 3, (2, N)).astype(dtype) for dtype in dtypes)
+    mask = M(convert(start), convert(stop))
+    assert np.array_equal(convert.back(mask.to_dense(N)), dense_of(start[None], stop[None], N))
+    assert all(convert.back(run).dtype == np.int32 for run in (mask.start, mask.stop))
+
+
+def test_huge_positions_are_open_ends():
+    mask = M(np.array([-2**40, 0]), np.array([2**40, 2**31]))
+    assert mask.start.ravel().tolist() == [EVER, 0] and mask.stop.ravel().tolist() == [NEVER, NEVER]
+
+
 def test_repr():
     assert repr(M.causal(3)) == "IntervalMask(shape=(1, 1, 3), library='numpy', device='cpu')"
 

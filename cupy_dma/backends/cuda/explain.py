@@ -149,6 +149,11 @@ def explain(shape: str, device: Any = None) -> str:
     ------
     ValueError
         ``shape`` cannot be read.
+
+    Examples
+    --------
+    >>> "attention_forward" in dma.explain("B=1 H=16/8 N=8192 D=128 w=1024 bfloat16")
+    True
     """
     given = Shape.of(shape)
     build = builder(device or DescribedDevice(), "numpy", _GPU, given.backward)
