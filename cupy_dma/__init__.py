@@ -23,18 +23,19 @@ if TYPE_CHECKING:
     from cupy_dma.backends import get_available_backends
     from cupy_dma.backends.cuda.explain import explain
     from cupy_dma.backends.cuda.runtime.user_kernel import jit
-    from cupy_dma.cache import DynamicCache
+    from cupy_dma.cache import DynamicCache, GatedCache
     from cupy_dma.masks import IntervalMask
 
 __version__ = "0.1.0"
 
-__all__ = ["DynamicCache", "IntervalMask", "attention", "backward", "distributed", "dynamic_mask_attention",
-           "explain", "flash_dmattn", "get_available_backends", "jit", "key_scores", "varlen_attention",
-           "varlen_dynamic_mask_attention"]
+__all__ = ["DynamicCache", "GatedCache", "IntervalMask", "attention", "backward", "distributed",
+           "dynamic_mask_attention", "explain", "flash_dmattn", "get_available_backends", "jit", "key_scores",
+           "varlen_attention", "varlen_dynamic_mask_attention"]
 
 _SUBMODULES = ("backward", "distributed", "flash_dmattn", "jax", "retrofit", "torch", "transformers")
 _MODULE_OF = {
     "DynamicCache": "cupy_dma.cache",
+    "GatedCache": "cupy_dma.cache",
     "IntervalMask": "cupy_dma.masks",
     "attention": "cupy_dma.api",
     "dynamic_mask_attention": "cupy_dma.api",

@@ -30,12 +30,12 @@ def type_name(dtype: Any) -> str:
 
 def extend_call(state: CacheState, query: Any, key: Any, value: Any, scores: Any, scale: float | None, softcap: float,
                 lengths: Any, cu_seqlens: Any, return_lse: bool, out: Any,
-                tail_padding: bool = False, bias_delay: Any = 0) -> ExtendCall:
+                tail_padding: bool = False, bias_delay: Any = 0, name: str = "scores") -> ExtendCall:
     """The checked arguments of ``extend``, or of ``update`` where ``query`` is None. Raises what they document."""
     packed = cu_seqlens is not None
     if packed and lengths is not None:
         raise ValueError("give either lengths (for padded rows) or cu_seqlens (for packed rows), got both")
-    k, v, s = describe(key, "key"), describe(value, "value"), describe(scores, "scores")
+    k, v, s = describe(key, "key"), describe(value, "value"), describe(scores, name)
     q = None if query is None else describe(query, "query")
     lead: tuple[tuple[int, ...], ...] = () if packed else ((state.batch,),)
     axes = "(total, " if packed else "(B, L, "
@@ -96,7 +96,8 @@ def _require_no_grad(operand: Operand) -> None:
 
 def _in_cache_type(state: CacheState, scores: Operand) -> Operand:
     """Scores in the type in which the cache keeps them."""
-    if checks.wants_values_checked() and not bool(scores.library.xp.isfinite(scores.array).all()):
+    checked = scores.name == "scores" and checks.wants_values_checked()  # gates may be closed: -inf
+    if checked and not bool(scores.library.xp.isfinite(scores.array).all()):
         raise ValueError("scores must be finite (CUPY_DMA_CHECK=1), got NaN or infinity")
     if scores.dtype == state.scores.dtype:
         return scores

@@ -53,7 +53,7 @@ def extend_chunk(prefix_stop: PrefixStop, attention: Attention, state: CacheStat
         if call.query is not None:
             mask = _visible(state, history, position, top)
             seen, source, delay = history, order, 0
-            if call.bias_delay:
+            if call.bias_delay and call.is_biased:
                 seen, source, mask, delay = _spread(state, call, history, order, mask)
                 score = seen.scores(_sorted(state, state.scores, source))
             found = _attend(attention, state, call, seen, source, score, mask, delay)
@@ -252,7 +252,8 @@ def _attend(attention: Attention, state: CacheState, call: ExtendCall, history: 
     size = max(state.head_dim, state.value_dim)
     key = history.rows_of(state.key, call.key, order, size)
     value = history.rows_of(state.value, call.value, order, size)
-    return attention(AttentionCall(widened(call.query, size), key, value, mask, None, key_bias(score), False,
+    bias = key_bias(score) if call.is_biased else None
+    return attention(AttentionCall(widened(call.query, size), key, value, mask, None, bias, False,
                                    call.scale, call.softcap, False, sequences=history.sequences, bias_delay=delay))
 
 

@@ -116,13 +116,7 @@ class DynamicCache(KeyCache):
             raise TypeError("query must be an array, got None (update appends tokens without queries)")
         call = extend_call(self._state, query, key, value, scores, scale, softcap, lengths, cu_seqlens, return_lse, out,
                            tail_padding, bias_delay)
-        results = self._take(call)[:2 if call.return_lse else 1]
-        if out is not None:
-            return out if not call.return_lse else tuple(out)
-        assert call.query is not None
-        export, packed = call.query.library.export, call.cu_seqlens is not None
-        found = tuple(export(array[0] if packed else array) for array in results)
-        return found if call.return_lse else found[0]
+        return self._extended(call, out)
 
     def update(self, key: Any, value: Any, scores: Any, *, lengths: Any = None, cu_seqlens: Any = None,
                tail_padding: bool = False) -> None:

@@ -61,6 +61,16 @@ class KeyCache:
             numbers = window, sinks, recent, threshold
             self._state = empty_state(library, device, kind, batch, kv_heads, numbers, *sizes)
 
+    def _extended(self, call: ExtendCall, out: Any) -> Any:
+        """What ``extend`` returns."""
+        results = self._take(call)[:2 if call.return_lse else 1]
+        if out is not None:
+            return out if not call.return_lse else tuple(out)
+        assert call.query is not None
+        export, packed = call.query.library.export, call.cu_seqlens is not None
+        found = tuple(export(array[0] if packed else array) for array in results)
+        return found if call.return_lse else found[0]
+
     def _take(self, call: ExtendCall) -> tuple[Any, Any]:
         if self._record is not None:
             with self._here():
@@ -158,7 +168,8 @@ class KeyCache:
         >>> cache = DynamicCache(1, 1, window=2, head_dim=8, dtype="float32", record_stops=True)
         >>> cache.update(*np.ones((2, 1, 5, 1, 8), np.float32), np.array([[[5, 3, 4, 1, 2.]]], np.float32))
         >>> cache.stops()
-        array([[[2147483647,          2, 2147483647,          3,          4]]], dtype=int32)
+        array([[[2147483647,          2, 2147483647,          3,          4]]],
+              dtype=int32)
         """
         if self._record is None:
             raise RuntimeError("the cache has not recorded its stops: make it with record_stops=True")

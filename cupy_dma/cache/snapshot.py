@@ -42,6 +42,21 @@ def empty_state(library: Library, device: Device, dtype: str, batch: int, kv_hea
     return found
 
 
+def without_tokens(state: CacheState, window: Window) -> CacheState:
+    """A cache like this one, without tokens, with another window."""
+    return empty_state(state.library, state.device, state.key.dtype, state.batch, state.kv_heads,
+                       (window, state.sinks, state.recent, state.threshold), state.head_dim, state.value_dim)
+
+
+def resized(state: CacheState, window: int) -> CacheState:
+    """The same contents with a larger window."""
+    found = without_tokens(state, window)
+    for name in ("key", "value", "scores", "positions", "in_top"):
+        _bits(getattr(found, name))[:, :, :state.rows] = _bits(getattr(state, name))
+    found.lengths.array[...] = state.lengths.array
+    return refreshed(found)
+
+
 def _windows(empty: Operand, window: tuple[int, ...]) -> Operand:
     for head, size in enumerate(window):  # numbers of the host, also while a graph is captured
         empty.array[head:head + 1] = size

@@ -107,6 +107,7 @@ class ExtendCall:
     out: Operand | None = None  # (B, L, H, Dv) of query's type, contiguous: where to write; None: allocate it
     lse: Operand | None = None  # (B, H, L) float32 (float64), contiguous: where to write, with return_lse
     bias_delay: int = 0  # a key's score is added for tokens at least so far behind it (SPEC section 16)
+    is_biased: bool = True  # False: scores only select
 
     @property
     def length(self) -> int:

@@ -196,6 +196,10 @@ def _cache() -> Iterator[Feature]:
         test = f"unit/cache::test_{numpy}"
         on_gpu = cuda if "gpu/" in cuda or "oracle" in cuda else f"{test} {cuda}".strip()
         yield Feature("DynamicCache", name, "forward", (on_gpu, test if numpy else ON_THE_HOST, NO_CACHE, NO_CACHE))
+    test = "unit/gated_cache::test_against_the_mask_written_out"
+    yield Feature("GatedCache", "extend, stops, replayed", "forward", (
+        f"{test} emulator/cache::test_gates", f"{test} unit/gated_cache::test_any_appends_batches_and_bounds",
+        NO_CACHE, NO_CACHE))
     test = "unit/stops::test_stops_are_what_was_seen"
     yield Feature("DynamicCache", "stops, replayed", "forward", (test, test, NO_CACHE, NO_CACHE))
 

@@ -92,6 +92,7 @@ def _attend(held: CacheState, after: CacheState, call: ExtendCall, seen: Any, po
     if call.bias_delay:
         far = after.positions.array <= position[:, None, None] - call.bias_delay
         scores = library.operand(library.xp.where(far, scores.array, 0), "scores")
-    out, lse = attention(AttentionCall(widened(call.query, size), key, value, None, mask, key_bias(scores), False,
-                                       call.scale, call.softcap, False))
+    bias = key_bias(scores) if call.is_biased else None
+    out, lse = attention(AttentionCall(widened(call.query, size), key, value, None, mask, bias, False, call.scale,
+                                       call.softcap, False))
     return delivered(held, call, out, lse)

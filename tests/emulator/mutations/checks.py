@@ -18,6 +18,7 @@ from cupy_dma.masks.interval import Hints
 from tests.gpu.sm90_tiles import TILES, taken
 from tests.oracle import cases, schedule_cases
 from tests.oracle.cache_cases import History
+from tests.unit.test_gated_cache import Gates
 
 build = pytest.importorskip("tests.emulator.build")
 pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
@@ -119,9 +120,10 @@ def backward_grid(name: str) -> Callable[[], None]:
     return elsewhere(test_backward.test_backward_grid, named(name))
 
 
-def decoding(**options: Any) -> Callable[[], None]:
+def decoding(history: History | None = None, **options: Any) -> Callable[[], None]:
     """Tokens one by one into a cache."""
-    history = History(**{"dtype": "float16", "head_dim": 16, "window": 7, "length": 24, "batch": 1, **options})
+    usual = {"dtype": "float16", "head_dim": 16, "window": 7, "length": 24, "batch": 1}
+    history = history or History(**{**usual, **options})
 
     def check() -> None:
         cache = history.cache(backend="emulator")
@@ -447,6 +449,7 @@ OWN: dict[str, Callable[[], None]] = {
     "decoding": decoding(),
     "decoding[several splits]": decoding(window=100, recent=2, length=104, heads=2, kv_heads=1),
     "decoding[sinks and recent]": decoding(sinks=2, recent=3),
+    "decoding[gates]": decoding(Gates(dtype="float16", head_dim=16, length=24, batch=1, capacity=3)),
     "decoding[windows]": decoding(window=(9, 4)), "decoding[delay]": decoding(bias_delay=4, scores="hidden"),
     "last_queries[1]": last_queries(1),
     "last_queries[4]": last_queries(4),

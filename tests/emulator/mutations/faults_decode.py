@@ -27,6 +27,8 @@ FAULTS = [
           "change.score;", "decoding[sinks and recent]"),
     Fault("a token takes no room in the top", "decode/step.cu", "head.lowest + change.enters", "head.lowest",
           "decoding[windows]"),
+    Fault("a closed gate takes a place in the top", "decode/step.cu", "!(score < p.threshold) && ", "",
+          "decoding[gates]"),
     Fault("the bias begins one position late", "decode/step.cu", "DELAY && position > now - p.delay",
           "DELAY && position >= now - p.delay", "decoding[delay]"),
     Fault("a bias of -inf hides a key from near tokens", "decode/step.cu",

@@ -12,6 +12,7 @@ build = pytest.importorskip("tests.emulator.build")
 pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
 
 from tests import emulator  # noqa: E402
+from tests.unit.test_gated_cache import Gates  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -30,6 +31,16 @@ def test_chunks(history):
     out, lse = history.run(cache, [12, 9, 10])
     history.check(out, lse, tf32=True)
     history.check_kept(cache)
+
+
+@pytest.mark.parametrize("lengths", [[1] * 24, [11, 1, 12]], ids=["steps", "pieces"])
+@pytest.mark.parametrize("options", [{"capacity": (3, 5)}, {"add_gates": False}], ids=str)
+def test_gates(options, lengths):
+    case = Gates(dtype="float16", head_dim=16, batch=1, length=24, **options)
+    cache = case.cache(backend="emulator")
+    case.check(*case.run(cache, lengths))
+    case.check_kept(cache)
+    case.check_replay(cache)
 
 
 def test_a_long_chunk_sees_more_sinks_and_recent_keys_than_best_ones():

@@ -27,6 +27,7 @@ from cupy_dma.backends.cuda.runtime import jit
 from cupy_dma.backends.cuda.runtime.configs import ELEMENT_BYTES, ELEMENTS, blocks
 from cupy_dma.backends.cuda.runtime.device import LoadedKernel, Runtime
 from cupy_dma.cache.state import CacheState, ExtendCall
+from cupy_dma.masks.runs import NEVER
 
 STEPS = 8  # calls of up to this many tokens run token by token
 CLUSTER, CLUSTER_WARPS, CLUSTER_STEPS = 8, 8, 3  # blocks of a cluster, warps of such a block, and its BLOCK_STEPS
@@ -88,7 +89,7 @@ def step(runtime: Runtime, state: CacheState, call: ExtendCall) -> tuple[Any, An
     kernel = _kernel(runtime, index, plan.num_splits, ELEMENTS[state.key.dtype], state.head_dim, state.value_dim,
                      rows_aligned(*operands), plan.rows, plan.warps, call.softcap > 0.0,
                      min_blocks(state.head_dim, state.value_dim, state.key.dtype, plan.rows, plan.cluster),
-                     query is not None, plan.cluster, call.bias_delay > 0)
+                     query is not None, plan.cluster, call.bias_delay > 0 or not call.is_biased)
     fixed, scratch = _fixed(state, plan, heads)
     fields = {**fixed, **_moving(call)}
     if out is not None:
@@ -182,7 +183,7 @@ def _moving(call: ExtendCall) -> dict[str, Any]:
         "value_batch": value.strides[0], "value_row": value.strides[1], "value_head": value.strides[2],
         "score_batch": scores.strides[0], "score_head": scores.strides[1], "score_token": scores.strides[2],
         "length": call.length, "scale": call.scale, "softcap": call.softcap,
-        "delay": call.bias_delay}
+        "delay": call.bias_delay if call.is_biased else NEVER}
     if query is not None:
         fields.update(query=query.pointer, query_batch=query.strides[0], query_row=query.strides[1],
                       query_head=query.strides[2])

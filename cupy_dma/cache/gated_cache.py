@@ -1,0 +1,223 @@
+"""Decoding with learned eviction (SPEC sections 16 and 18): a cache that keeps the keys whose gates are open.
+
+It is the cache of ``state.py`` with gates as scores: the last ``delay`` keys are its recent ones, and keys whose gate
+is closed are never in its top. Where the top has no bound, room for it grows with the number of open gates, which the
+host reads when it cannot be sure that the next tokens fit.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from cupy_dma import checks
+from cupy_dma.cache.arguments import extend_call
+from cupy_dma.cache.key_cache import KeyCache
+from cupy_dma.cache.slots import index
+from cupy_dma.cache.snapshot import resized, without_tokens
+from cupy_dma.cache.state import CacheState, ExtendCall
+from cupy_dma.masks.windows import Window, widest
+
+ROWS = 16  # the top without a bound has room for a multiple of these
+
+
+class GatedCache(KeyCache):
+    """The KV cache of one attention layer with a gate per key and kv head, which decides how long the key is kept.
+
+    The token at position ``p`` of its sequence attends to the last ``delay`` tokens, including itself, to the first
+    ``sinks``, and to all keys whose gate is open, ``log_gate >= threshold``. This equals ``from_gate(log_gate,
+    delay=delay, threshold=threshold, sinks=sinks)`` over the full history, without storing it. From distance ``delay``
+    on, ``log_gate`` is added to a key's logits.
+
+    With a ``capacity``, of the open keys only that many are attended to besides: those with the highest gates of all
+    tokens so far, the newest first where they are equal.
+
+    Parameters
+    ----------
+    batch, kv_heads, head_dim : int
+        ``B``, ``Hkv`` and ``D`` (1 to 256).
+    value_dim : int, optional
+        ``Dv``, 1 to 256; default ``head_dim``.
+    dtype, like
+        As for ``DynamicCache``.
+    delay : int
+        How many last keys are kept whatever their gates, at least 1.
+    threshold : float
+        Of the logarithms of open gates. Below 0, finite.
+    capacity : int, or one int per kv head, optional
+        The most open keys that are kept. Default: no bound.
+    sinks : int
+        How many first tokens are kept whatever their gates.
+    record_stops : bool
+        Keep the gates of all tokens, 4 bytes per token and kv head, for ``stops``.
+    backend
+        See ``cupy_dma.get_available_backends``; ``cuda`` and ``numpy`` have a cache.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument has the wrong type or value, or the backend does not take arrays on this device.
+    RuntimeError
+        The backend cannot run here.
+
+    Notes
+    -----
+    Every kv head has as many rows, ``capacity + sinks + delay``. With a capacity they are allocated up front, and calls
+    never synchronize. Without one there are as many as the head with the most open keys needs, to twice that: a call
+    of several tokens reads that number from the GPU, and so does one of a single token when the rows may be used up.
+    """
+
+    _grows = False
+    _room = 0  # without a capacity: so many tokens fit surely
+
+    def __init__(self, batch: int, kv_heads: int, head_dim: int, value_dim: int | None = None, dtype: Any = None, *,
+                 delay: int, threshold: float, capacity: int | Sequence[int] | None = None, sinks: int = 0,
+                 like: Any = None, record_stops: bool = False, backend: str | None = None):
+        delay, threshold = checks.delay(checks.whole(delay, "delay", 1)), checks.real(threshold, "threshold")
+        self._grows = capacity is None
+        window = ROWS if capacity is None else capacity
+        if isinstance(window, int):
+            checks.whole(window, "capacity", 1)
+        self._allocate(batch, kv_heads, window, head_dim, value_dim, dtype, like, sinks, delay, record_stops, backend,
+                       threshold)
+
+    # ---- tokens -----------------------------------------------------------------------------------------------------
+
+    def extend(self, query: Any, key: Any, value: Any, log_gate: Any, *, add_gates: bool = True,
+               scale: float | None = None, softcap: float = 0.0, lengths: Any = None, cu_seqlens: Any = None,
+               tail_padding: bool = False, return_lse: bool = False, out: Any = None) -> Any:
+        """Append ``L >= 0`` tokens to every sequence and attend from them: a prompt, a chunk of one, or one new token.
+
+        Parameters
+        ----------
+        query, key, value
+            As for ``DynamicCache.extend``.
+        log_gate : float array ``(B, Hkv, L)``, or with ``cu_seqlens`` ``(Hkv, total)``
+            The logarithms of the keys' gates. NaN is an open gate, above all others.
+        add_gates : bool
+            False: gates only decide which keys are kept, and are not added to logits.
+        scale, softcap, lengths, cu_seqlens, tail_padding, return_lse, out
+            As for ``DynamicCache.extend``.
+
+        Returns
+        -------
+        As for ``DynamicCache.extend``.
+
+        Raises
+        ------
+        TypeError, ValueError, NotImplementedError
+            As for ``DynamicCache.extend``.
+        RuntimeError
+            A cache without a capacity takes tokens in a CUDA graph.
+        """
+        if query is None:
+            raise TypeError("query must be an array, got None (update appends tokens without queries)")
+        call = extend_call(self._state, query, key, value, log_gate, scale, softcap, lengths, cu_seqlens, return_lse,
+                           out, tail_padding, self.delay, name="log_gate")
+        call.is_biased = checks.flag(add_gates, "add_gates")
+        return self._extended(call, out)
+
+    def update(self, key: Any, value: Any, log_gate: Any, *, lengths: Any = None, cu_seqlens: Any = None,
+               tail_padding: bool = False) -> None:
+        """Append tokens without queries. Arguments and errors as for ``extend``.
+
+        >>> cache = dma.GatedCache(1, 2, head_dim=8, dtype="float32", delay=3, threshold=-1.0)
+        >>> gate = np.where(np.arange(10) % 4, -np.inf, 0)[None, None].repeat(2, 1)
+        >>> cache.update(*np.ones((2, 1, 10, 2, 8), np.float32), gate.astype(np.float32))
+        >>> cache.kept().positions[0, 0, :6]
+        array([ 0,  4,  7,  8,  9, -1])
+        """
+        call = extend_call(self._state, None, key, value, log_gate, None, 0.0, lengths, cu_seqlens, False, None,
+                           tail_padding, name="log_gate")
+        self._take(call)
+
+    def _take(self, call: ExtendCall) -> tuple[Any, Any]:
+        if self._grows:
+            with self._here():
+                self._make_room(call)
+        return super()._take(call)
+
+    def _make_room(self, call: ExtendCall) -> None:
+        """Rows for the open keys that there can be after the call."""
+        if call.length > self._room:
+            state, window = self._state, widest(self._state.window)
+            if state.library.is_capturing(state.device):
+                raise RuntimeError("a GatedCache without a capacity cannot take tokens in a CUDA graph: it may have to "
+                                   "grow; give it a capacity")
+            count = state.library.astype(state.in_top.array, "int32").sum(-1) + _open(state, call)
+            most = max(state.library.to_numpy(count).ravel().tolist(), default=0)
+            if most > window:
+                window = -(-max(most, 2 * window) // ROWS) * ROWS
+                self._state = resized(state, window)
+            self._room = window - most
+        else:
+            self._room -= call.length
+
+    # ---- contents ---------------------------------------------------------------------------------------------------
+
+    @property
+    def delay(self) -> int:
+        """Last tokens that are kept whatever their gates."""
+        return self._state.recent
+
+    @property
+    def threshold(self) -> float:
+        """Of the logarithms of open gates."""
+        return self._state.threshold
+
+    @property
+    def capacity(self) -> Window | None:
+        """The most open keys that are kept; None: no bound."""
+        return None if self._grows else self._state.window
+
+    # ---- whole sequences --------------------------------------------------------------------------------------------
+
+    def _copied(self, rows: Any) -> GatedCache:
+        found = super()._copied(rows)
+        found._grows, found._room = self._grows, self._room
+        return found
+
+    def _copy_from(self, other: Any) -> None:
+        if self.window != other.window:
+            self._state = other.clone()._state
+        super()._copy_from(other)
+        self._room = other._room
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "grows": self._grows}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._grows = state["grows"]
+        super().__setstate__(state)
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Restore a saved state, in place, but for the rows of a cache without a capacity. Arrays of another library or
+        device are copied through the host.
+
+        Raises
+        ------
+        KeyError, TypeError, ValueError
+            Something is missing, or belongs to a cache of other sizes or types; the cache is then unchanged.
+        """
+        before, self._room = self._state, 0
+        try:
+            if self._grows and saved.get("window", before.window) != before.window:
+                with self._here():
+                    self._state = without_tokens(before, checks.whole(saved["window"], "saved['window']", 1))
+            super().load_state_dict(saved)
+        except BaseException:
+            self._state = before
+            raise
+
+
+def _open(state: CacheState, call: ExtendCall) -> Any:
+    """How many of the new keys' gates are open, int64 ``(B, Hkv)``."""
+    library = state.library
+    is_open = ~(call.scores.array < state.threshold)
+    if call.cu_seqlens is not None:
+        bounds = library.astype(call.cu_seqlens.array, "int64")
+        before = library.full((state.kv_heads, call.length + 1), 0, "int64", state.device)
+        before[:, 1:] = library.cumsum(library.astype(is_open[0], "int32"))
+        return (before[:, bounds[1:]] - before[:, bounds[:-1]]).swapaxes(0, 1)
+    if call.lengths is not None:
+        is_open = is_open & (index(state, call.length) < library.astype(call.lengths.array, "int64")[:, None, None])
+    return library.astype(is_open, "int64").sum(-1)

@@ -1,0 +1,251 @@
+"""The cache of open gates against attention over the whole text, under its own stops and the mask written out."""
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cupy_dma as dma
+from cupy_dma.cache import gated_cache
+from cupy_dma.masks.windows import each_head, widest
+from tests.oracle.cache_cases import History, packed
+
+THRESHOLD = -1.0
+
+
+@dataclass(frozen=True)
+class Gates(History):
+    """``recent`` is the delay; about a third of the gates is open."""
+
+    recent: int = 4
+    sinks: int = 1
+    capacity: Any = None
+    add_gates: bool = True
+    values: Any = (-np.inf, -3.0, -1.5, -1.0, -0.5, 0.0)
+    options: dict[str, Any] = field(default_factory=lambda: {"record_stops": True})
+
+    @cached_property
+    def data(self):
+        found = super().data
+        rng = np.random.default_rng(self.seed + 1)
+        found["scores"] = rng.choice(np.float32(self.values), found["scores"].shape)
+        return found
+
+    @cached_property
+    def mask(self):
+        """Step by step: the best open keys so far, the last and the first."""
+        gate, n = self.data["scores"], self.length
+        found = np.zeros((self.batch, self.kv_heads, n, n), bool)
+        bounds = each_head(n if self.capacity is None else self.capacity, self.kv_heads)
+        for b, h, p in np.ndindex(self.batch, self.kv_heads, n):
+            ranked = sorted((np.inf if np.isnan(gate[b, h, j]) else gate[b, h, j], j)
+                            for j in range(p + 1) if not gate[b, h, j] < THRESHOLD)
+            kept = [j for _, j in ranked[-bounds[h]:]]
+            found[b, h, p, kept + [j for j in range(p + 1) if j < self.sinks or p - j < self.recent]] = True
+        return found
+
+    def cache(self, convert=np.asarray, **options):
+        options = {"like": convert(self.data["query"][:1, :1]), "sinks": self.sinks, "delay": self.recent,
+                   "threshold": THRESHOLD, "capacity": self.capacity, **self.options, **options}
+        return dma.GatedCache(self.batch, self.kv_heads, self.head_dim, self.value_dim, self.dtype, **options)
+
+    def run(self, cache, lengths, convert=np.asarray, back=np.asarray, begin=0):
+        found = []
+        for n in lengths:
+            results = cache.extend(*self.tokens(begin, begin + n, convert), add_gates=self.add_gates, scale=self.scale,
+                                   softcap=self.softcap, return_lse=True)
+            found.append([back(x) for x in results])
+            begin += n
+        return np.concatenate([x for x, _ in found], 1), np.concatenate([x for _, x in found], 2)
+
+    def oracle(self, **options):
+        """Gates have no say before their delay, and with closed ones gone, none at all if they are not added."""
+        plain = replace(History(**{name: getattr(self, name) for name in (
+            "length", "batch", "heads", "kv_heads", "head_dim", "value_dim", "dtype", "softcap", "scale")}),
+            bias_delay=self.recent)
+        scores = self.data["scores"] if self.add_gates else np.zeros_like(self.data["scores"])
+        plain.__dict__.update(data={**self.data, "scores": scores}, mask=self.mask)
+        return plain.oracle(**options)
+
+    def check_kept(self, cache, last=None, back=np.asarray):
+        last = self.length - 1 if last is None else last
+        positions, gates = (back(x) for x in cache.kept())
+        for b, g in np.ndindex(self.batch, self.kv_heads):
+            wanted = np.flatnonzero(self.mask[b, g, last])
+            assert positions[b, g][positions[b, g] >= 0].tolist() == wanted.tolist()
+            np.testing.assert_array_equal(gates[b, g, :len(wanted)], self.data["scores"][b, g, wanted])
+
+    def check_replay(self, cache, convert=np.asarray, back=np.asarray, tf32=False):
+        stops = cache.stops()
+        mask = dma.IntervalMask.from_stop(np.array(back(stops)))
+        np.testing.assert_array_equal(mask.to_dense(self.length), self.mask)
+        x = {name: convert(array) for name, array in self.data.items()}
+        found = dma.attention(x["query"], x["key"], x["value"], mask=dma.IntervalMask.from_stop(stops),
+                              scale=self.scale, softcap=self.softcap, return_lse=True,
+                              **({"bias": x["scores"], "bias_delay": self.recent} if self.add_gates else {}))
+        self.check(*(back(y) for y in found), tf32=tf32)
+
+
+CASES = [Gates(), Gates(capacity=3), Gates(capacity=(1, 6), sinks=0), Gates(recent=1, capacity=5),
+         Gates(add_gates=False), Gates(add_gates=False, capacity=2, value_dim=5), Gates(dtype="bfloat16", capacity=4),
+         Gates(values=(0.0,), length=60), Gates(values=(-np.inf,)), Gates(softcap=2.0, scale=1.5, recent=50)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("lengths", [[1] * 40, [40], [13, 1, 1, 5, 20]], ids=["steps", "whole", "pieces"])
+def test_against_the_mask_written_out(case, lengths, convert):
+    case = replace(case, length=40)
+    cache, tf32 = case.cache(convert), convert.name in ("cupy", "torch-cuda")
+    case.check(*case.run(cache, lengths, convert, convert.back), tf32=tf32)
+    case.check_kept(cache, back=convert.back)
+    case.check_replay(cache, convert, convert.back, tf32)
+
+
+def test_a_mask_of_gates():
+    """Without a capacity it is the mask that the gates define."""
+    case = Gates()
+    expected = dma.IntervalMask.from_gate(case.data["scores"], delay=4, threshold=THRESHOLD, sinks=1)
+    cache = case.cache()
+    case.run(cache, [25, *[1] * 15])
+    assert expected == dma.IntervalMask.from_stop(cache.stops())
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_appends_batches_and_bounds(data):
+    """Pieces of any lengths, sequence by sequence, sequences that are selected, reordered, repeated and saved: each is
+    attention over its own text under its own stops."""
+    draw = data.draw
+    capacity = draw(st.sampled_from([None, 1, 2, 5, (2, 7)]))
+    case = Gates(batch=draw(st.integers(1, 3)), length=48, heads=2, head_dim=4, capacity=capacity, dtype="float64",
+                 recent=draw(st.integers(1, 6)), sinks=draw(st.integers(0, 3)), seed=draw(st.integers(0, 99)),
+                 add_gates=draw(st.booleans()), values=draw(st.sampled_from(
+                     [(-np.inf, 0.0), (0.0,), (-2.0, -1.0, -0.5, 0.0), (np.nan, -3.0, 0.0)])))
+    if case.add_gates and np.isnan(case.values[0]):
+        case = replace(case, add_gates=False)  # a NaN is seen in what it is added to
+    text = {name: array[:1] for name, array in case.data.items()}  # of each sequence: which tokens it has had
+    cache, seen = case.cache(), [[] for _ in range(case.batch)]
+    outs: list[list[Any]] = [[] for _ in seen]
+    for _ in range(draw(st.integers(1, 6))):
+        what = draw(st.sampled_from(["extend", "extend", "extend", "select", "reorder", "save", "pickle", "update"]))
+        if what in ("select", "reorder"):
+            count = len(seen) if what == "reorder" else draw(st.integers(1, 4))
+            rows = draw(st.lists(st.integers(0, len(seen) - 1), min_size=count, max_size=count))
+            if what == "select":
+                cache = cache.select_batch(rows)
+            else:
+                cache.reorder(rows)
+            seen, outs = [[*seen[r]] for r in rows], [[*outs[r]] for r in rows]
+        elif what == "save":
+            other = replace(case, batch=len(seen)).cache()
+            other.load_state_dict(cache.state_dict())
+            cache = other
+        elif what == "pickle":
+            cache = pickle.loads(pickle.dumps(copy.deepcopy(cache)))
+        else:
+            most = draw(st.sampled_from([1, 1, 3, 8]))
+            added = [draw(st.integers(0, most)) for _ in seen]
+            picks = [[draw(st.integers(0, case.length - 1)) for _ in range(n)] for n in added]
+            tokens = [np.full((len(seen), most, *text[x].shape[2:]), np.nan) for x in ("query", "key", "value")]
+            tokens.append(np.full((len(seen), 2, most), np.nan, np.float32))
+            for b, pick in enumerate(picks):
+                for array, name in zip(tokens, ("query", "key", "value")):
+                    array[b, :len(pick)] = text[name][0, pick]
+                tokens[3][b, :, :len(pick)] = text["scores"][0][:, pick]
+            options: dict[str, Any] = {"lengths": np.array(added)}
+            if draw(st.booleans()):
+                tokens, bounds = packed(tokens, added)
+                options = {"cu_seqlens": bounds}
+            if what == "update":
+                cache.update(*tokens[1:], **options)
+                found = [[None] * n for n in added]
+            else:
+                out = cache.extend(*tokens, add_gates=case.add_gates, **options)
+                found = [out[b, :n] for b, n in enumerate(added)] if "lengths" in options else [
+                    out[bounds[b]:bounds[b + 1]] for b in range(len(added))]
+            for b, pick in enumerate(picks):
+                seen[b] += pick
+                outs[b] += list(found[b])
+    stops, kept = cache.stops(), cache.kept().positions
+    for b, pick in enumerate(seen):
+        alone = replace(case, batch=1, length=len(pick))
+        alone.__dict__["data"] = {name: array[:, :, pick] if name == "scores" else array[:, pick]
+                                  for name, array in text.items()}
+        if not pick:
+            assert (kept[b] == -1).all()
+            continue
+        mask = dma.IntervalMask.from_stop(stops[b:b + 1, :, :len(pick)])
+        np.testing.assert_array_equal(mask.to_dense(len(pick)), alone.mask)
+        for g in range(2):
+            assert kept[b, g][kept[b, g] >= 0].tolist() == np.flatnonzero(alone.mask[0, g, -1]).tolist()
+        x = alone.data
+        bias = {"bias": x["scores"], "bias_delay": case.recent} if case.add_gates else {}
+        expected = dma.attention(x["query"], x["key"], x["value"], mask=mask, **bias)[0]
+        for found, wanted in zip(outs[b], expected):
+            if found is not None:
+                np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-12)
+
+
+def test_rows_follow_the_open_gates():
+    """Without a capacity: twice what is needed at most. With one: what was asked for."""
+    case = Gates(length=400, batch=1, heads=2, head_dim=4)
+    cache = case.cache()
+    assert cache.capacity is None and (cache.delay, cache.sinks, cache.threshold) == (4, 1, THRESHOLD)
+    assert cache._state.rows == 16 + 4 + 1
+    case.run(cache, [100, *[1] * 300])
+    most = (case.data["scores"] >= THRESHOLD).sum(-1).max()
+    assert most <= cache._state.window <= 2 * most + 16 and most < 0.6 * 400
+    case.check_kept(cache)
+    bounded = replace(case, capacity=7).cache()
+    assert bounded.capacity == 7
+    memory = bounded.memory_bytes
+    replace(case, capacity=7).run(bounded, [100, *[1] * 50])
+    assert bounded._state.rows == 7 + 4 + 1
+    assert bounded.memory_bytes - memory == bounded._record.memory_bytes
+    other = case.cache()
+    other._copy_from(cache)
+    case.check_kept(other)
+    cache.reset()
+    case.check(*case.run(cache, [100]))
+
+
+def test_the_host_reads_sizes_when_it_must(monkeypatch):
+    reads, found = [], gated_cache._open
+    monkeypatch.setattr(gated_cache, "_open", lambda *call: reads.append(1) or found(*call))
+    case = Gates(length=200, values=(0.0,), options={})
+    case.run(case.cache(), [1] * 200)
+    assert len(reads) == 5  # at first, and when 16, 32, 64 and 128 rows are used up
+    reads.clear()
+    case = replace(case, capacity=9)
+    case.run(case.cache(), [1] * 20)
+    assert not reads
+
+
+@pytest.mark.parametrize(("options", "kind", "message"), [
+    ({"delay": 0}, ValueError, "delay must be at least 1"), ({"threshold": -np.inf}, ValueError, "threshold must be a"),
+    ({"capacity": 0}, ValueError, "capacity must be at least 1"), ({"sinks": -1}, ValueError, "sinks must be at le")])
+def test_errors(options, kind, message):
+    with pytest.raises(kind, match=message):
+        Gates().cache(**options)
+
+
+def test_errors_of_extend():
+    case = Gates(capacity=3)
+    cache = case.cache()
+    query, key, value, gate = case.tokens(0, 3)
+    with pytest.raises(ValueError, match="log_gate must have shape"):
+        cache.extend(query, key, value, gate[:, :1])
+    with pytest.raises(TypeError, match="add_gates must be True or False"):
+        cache.extend(query, key, value, gate, add_gates=1)
+    with pytest.raises(ValueError, match="saved must be of a cache with threshold"):
+        Gates(capacity=3).cache(threshold=-2.0).load_state_dict(cache.state_dict())
+    with pytest.raises(ValueError, match="saved must be of a cache with window=3"):
+        cache.load_state_dict(Gates(capacity=4).cache().state_dict())
+    assert widest(cache.window) == 3 and repr(cache).startswith("GatedCache(batch=2, ")
