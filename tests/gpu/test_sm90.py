@@ -439,7 +439,7 @@ def test_splits_of_lists_of_every_length(biased, sms, tile, everything, torch, d
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("slope", [0.05, 3.0, -0.4])
 def test_splits_of_logits_that_rise_and_fall(slope, tile, everything, torch, device, softcap=0.0):
-    """Parts that count for nothing beside others; rows that see nothing in some, or in all."""
+    """Splits without visible keys beside others; rows that see nothing in some splits, or in all."""
     everything(*TILES[tile])
     length, queries = 1000, 60
     q, k, v = draw(torch, queries, length, 2, 1, TILES[tile][1][-1], device=device)

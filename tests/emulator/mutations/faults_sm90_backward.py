@@ -124,7 +124,7 @@ FAULTS = [
           CAUSAL),
     Fault("a tile's last dK is written before its MMAs have ended", NARROW, "wgmma_wait<more ? 1 : 0>();",
           "wgmma_wait<1>();", CAUSAL),
-    # ---- rows that count for nothing ----
+    # ---- rows with no visible key ----
     Fault("queries that see nothing are not cleared", PRODUCER,
           "                    clear_row(shared.query[stage], 32 * k + __ffs(blank) - 1);\n", "", BLANK_ROWS),
     Fault("douts of queries that see nothing are not cleared", PRODUCER,

@@ -106,7 +106,8 @@ def _tiles_pay(call: AttentionCall, problem: Problem) -> bool:
 
 def attention(build: Builder, call: AttentionCall, problem: Problem, out: Array, lse: Array,
               listed: KeyList | None = None) -> None:
-    """Launches a call that ``serves``; writes ``out`` and ``lse``. ``listed``: key lists in place of the mask."""
+    """Launches a call without ``reasons`` against it; writes ``out`` and ``lse``. ``listed``: key lists instead of the
+    mask."""
     batch, length, heads, head_dim = call.query.shape
     value_dim, kv_heads = call.value_dim, call.kv_heads
     row_bytes = max(head_dim, value_dim) * problem.size

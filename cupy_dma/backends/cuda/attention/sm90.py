@@ -112,7 +112,7 @@ def _strides_fit(problem: Problem) -> bool:
 
 
 def attention(build: Builder, call: AttentionCall, problem: Problem, out: Array, lse: Array) -> None:
-    """Launches a call that ``serves``; writes ``out`` and ``lse``."""
+    """Launches a call without ``reasons`` against it; writes ``out`` and ``lse``."""
     query, heads = call.query, problem.tile_heads
     facts = schedule_key(call, problem)
     tile = build.overrides.tile or tile_shape(facts, build.num_sms)

@@ -39,10 +39,10 @@ NAME_QUERY, NAME_KEYS = "Hopper gradient of queries", "Hopper gradients of keys"
 #: their own order in one pass, and so many steps of 64 x 128 of these on each SM beside them (docs/lab/grid.md)
 LISTED_PAIR, LISTED_STEPS = 1.4, 6.0
 #: tiles of launch_dkv on each SM: with fewer, in two passes up to MAX_NARROW_DIM, the portable kernel with its smaller
-#: tiles is faster (docs/lab/backward.md, version 44)
+#: tiles is faster (docs/lab/backward.md, generation 44)
 MIN_TILES = 1.0
 #: in steps: what a tile or part takes beside its own, a part without any, and the sums of parts, at all and for each
-#: number of a part's dk and dv (docs/lab/backward.md, version 47)
+#: number of a part's dk and dv (docs/lab/backward.md, generation 47)
 TILE_STEPS, EMPTY_STEPS, SUM_STEPS, NUMBER_STEPS = 4.7, 1.7, 0.5, 0.57e-6
 MAX_QUERY_SPLITS, MIN_STEPS = 16, 2
 
