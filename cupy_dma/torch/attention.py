@@ -22,10 +22,11 @@ from cupy_dma.calls.attention import attention_call, not_padding
 from cupy_dma.calls.gradients import INPUTS, Upstream, attention_gradients
 from cupy_dma.calls.layout import in_bhnd, is_bnhd
 from cupy_dma.calls.mask import intersect, masks_in
-from cupy_dma.calls.options import Options
+from cupy_dma.calls.options import Options, Packing
 from cupy_dma.calls.run import attend as run_attend
 from cupy_dma.calls.run import attended, attention_of
 from cupy_dma.calls.types import AttentionCall, DynamicCall
+from cupy_dma.calls.varlen import varlen_call
 from cupy_dma.masks.interval import IntervalMask
 from cupy_dma.torch import entry
 from cupy_dma.torch.gradients import CallContext, MadeMask, MaskArguments, Saved, check_saved, described, gradients
@@ -77,7 +78,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, mask: Any = None,
                 if not isinstance(item, IntervalMask) and item.ndim == 2:
                     not_padding(item.shape, query.shape[0], query.shape[1], key.shape[1])
             interval, dense = intersect(given, key.shape[1], key.shape[2], query.shape[2])
-        out, lse, _ = operators.attention(query, key, value, *MaskArguments.of(interval), dense, bias,
+        out, lse, _ = operators.attention(query, key, value, *MaskArguments.of(interval), dense, bias, *NOT_PACKED,
                                           *options_of(causal, scale, softcap, deterministic, bias_delay, backend),
                                           needs_grad(query, key, value, bias))
     else:
@@ -102,11 +103,11 @@ def attend(call: AttentionCall | DynamicCall, module: ModuleType, backend: str |
         return *_Attention.apply(call, module, backend, given, *inputs), True
     if isinstance(call, DynamicCall):
         out, lse, by_mask = attended(call, module)
-        return *_results(call.attention, out, lse), by_mask
-    return *_results(call, *run_attend(call, module)), True
+        return *results_of(call.attention, out, lse), by_mask
+    return *results_of(call, *run_attend(call, module)), True
 
 
-def _results(call: AttentionCall, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+def results_of(call: AttentionCall, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """As the caller gets them."""
     return (out, lse) if call.sequences is None else (out[0], lse[0])
 
@@ -120,7 +121,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, call: AttentionCall | DynamicCall, module: ModuleType, backend: str | None,
                 given: tuple[Any, ...], *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
         own = attention_of(call, module) if isinstance(call, DynamicCall) else call
-        out, lse = _results(own, *run_attend(own, module))
+        out, lse = results_of(own, *run_attend(own, module))
         recipe = call.recipe if isinstance(call, DynamicCall) else None
         mask, made = own.mask, list[Tensor]()
         ctx.made_mask = None
@@ -176,6 +177,10 @@ class _Arguments(NamedTuple):
     causal_only: bool
     dense: Tensor | None
     bias: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    seqused_k: Tensor | None
+    block_table: Tensor | None
     causal: bool
     scale: float | None
     softcap: float
@@ -199,16 +204,23 @@ class _Arguments(NamedTuple):
     def inputs(self) -> tuple[Tensor | None, ...]:
         return self.query, self.key, self.value, self.bias, self.dense, self.start, self.stop
 
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return *self.inputs, *self[10:14]
+
     def call(self) -> AttentionCall:
         """The checked call."""
+        options = Options(*self[14:19])
+        if self.cu_seqlens_q is not None:
+            return varlen_call(self.query, self.key, self.value, Packing(*self[10:14]), self.mask, self.bias, options)
         masks = tuple([mask for mask in (self.mask, self.dense) if mask is not None])
-        return attention_call(self.query, self.key, self.value, masks, self.bias, Options(*self[10:15]))
+        return attention_call(self.query, self.key, self.value, masks, self.bias, options)
 
     def call_key(self) -> entry.CallKey | None:
         if self.dense is not None and self.dense.shape[-2:-1] in ((), (1,)):  # invalid, or becomes an interval mask
             return None
         bound = None if self.bound is None else tuple(self.bound)
-        return entry.operator_key(self.inputs, (self.starts, bound, self.causal_only, *self[10:16]), self.keep)
+        return entry.operator_key(self.tensors, (self.starts, bound, self.causal_only, *self[14:20]), self.keep)
 
 
 def _attention(*arguments):
@@ -220,8 +232,8 @@ def _attention(*arguments):
             module = backends.choose(given.backend, (call.query,))
             found = entry.made_entry(given, call, module)
             if found is None:
-                return *run_attend(call, module), entry.nothing_made(given.query)
-    return entry.run_operator(found, given.inputs)
+                return *results_of(call, *run_attend(call, module)), entry.nothing_made(given.query)
+    return entry.run_operator(found, given.tensors)
 
 
 def _attention_backward(dout, dlse, out, lse, made, *arguments):
@@ -238,21 +250,27 @@ def _attention_backward(dout, dlse, out, lse, made, *arguments):
 
 
 def _fake_attention(*arguments):
-    given, query = _Arguments.of(*arguments), arguments[0]
-    batch, length, heads, _ = query.shape
-    out, lse = query.new_empty((batch, length, heads, given.value.shape[3])), query.new_empty(
-        (batch, heads, length), dtype=wide(query))
-    size = entry.size_of_made(given, given.inputs, 0) if given.keep else 0
-    return out, lse, query.new_empty((size,), dtype=torch.int32)
+    given = _Arguments.of(*arguments)
+    size = entry.size_of_made(given, given.tensors, 0) if given.keep else 0
+    return *fake_results(given.query, given.value), given.query.new_empty((size,), dtype=torch.int32)
+
+
+def fake_results(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    *batch, length, heads, _ = query.shape
+    return (query.new_empty((*batch, length, heads, value.shape[-1])),
+            query.new_empty((*batch, heads, length), dtype=wide(query)))
 
 
 def _fake_attention_backward(dout, dlse, out, lse, made, query, key, value, *rest):
     return empty_like({"query": query, "key": key, "value": value, "bias": rest[6]}, rest[-1])
 
 
-MASK = "Tensor? start, Tensor? stop, str? starts, SymInt[]? bound, bool causal_only"
+_MASK = "Tensor? start, Tensor? stop, str? starts, SymInt[]? bound, bool causal_only"
 OPTIONS = "bool causal, float? scale, float softcap, bool deterministic, int bias_delay, str? backend"
-_ARGUMENTS = f"Tensor query, Tensor key, Tensor value, {MASK}, Tensor? dense, Tensor? bias, {OPTIONS}, bool keep"
+SEQUENCES = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k, Tensor? block_table"
+NOT_PACKED = (None,) * 4
+_ARGUMENTS = (f"Tensor query, Tensor key, Tensor value, {_MASK}, Tensor? dense, Tensor? bias, {SEQUENCES}, {OPTIONS}, "
+              "bool keep")
 register(f"attention({_ARGUMENTS}) -> (Tensor out, Tensor lse, Tensor made)", _attention, _fake_attention)
 register(f"attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor made, {_ARGUMENTS}, "
          "str[] needs) -> Tensor[]", _attention_backward, _fake_attention_backward)

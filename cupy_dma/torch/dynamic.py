@@ -21,15 +21,16 @@ from cupy_dma.arrays import library_named
 from cupy_dma.calls.attention import dynamic_call
 from cupy_dma.calls.gradients import INPUTS
 from cupy_dma.calls.layout import in_bhnd, is_bnhd
-from cupy_dma.calls.options import Options, Selection
+from cupy_dma.calls.options import Options, Packing, Selection
 from cupy_dma.calls.run import attend as run_attend
 from cupy_dma.calls.run import attended, attention_of
 from cupy_dma.calls.types import AttentionCall, DynamicCall
+from cupy_dma.calls.varlen import varlen_dynamic_call
 from cupy_dma.masks.interval import Hints, IntervalMask
 from cupy_dma.masks.selection import selection_hints
 from cupy_dma.masks.windows import window_of
 from cupy_dma.torch import entry
-from cupy_dma.torch.attention import OPTIONS, attend
+from cupy_dma.torch.attention import NOT_PACKED, OPTIONS, SEQUENCES, attend, fake_results, results_of
 from cupy_dma.torch.gradients import CallContext, Saved, gradients
 from cupy_dma.torch.registration import (
     as_key_bias,
@@ -81,7 +82,7 @@ def dynamic_mask_attention(query: Tensor, key: Tensor, value: Tensor, scores: Te
             return delivered(*entry.run(known, None, inputs, others), return_lse, sink_logits)
     if takes_operators(*inputs, *others):
         out, lse, _ = operators.dynamic_attention(
-            *inputs, padding, as_tensor(documents, query), listed(windows), form, keys,
+            *inputs, padding, as_tensor(documents, query), *NOT_PACKED, listed(windows), form, keys,
             *options_of(causal, scale, softcap, deterministic, bias_delay, backend), needs_grad(*inputs))
     else:
         selection = Selection(scores, windows, dt_proj, A, dt_bias, form, keys, padding, documents)
@@ -123,6 +124,10 @@ class _Arguments(NamedTuple):
     dt_bias: Tensor | None
     padding: Tensor | None
     documents: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    seqused_k: Tensor | None
+    block_table: Tensor | None
     window: Sequence[int]  # as from ``listed``
     form: str
     keys: str
@@ -138,34 +143,40 @@ class _Arguments(NamedTuple):
         """The checked call."""
         selection = Selection(self.scores, from_list(self.window), *self[4:7], self.form, self.keys, self.padding,
                               self.documents)
-        return dynamic_call(*self[:3], selection, Options(*self[12:17]))
+        options = Options(*self[16:21])
+        if self.cu_seqlens_q is not None:
+            return varlen_dynamic_call(*self[:3], Packing(*self[9:13]), selection, options)
+        return dynamic_call(*self[:3], selection, options)
 
     @property
     def inputs(self) -> tuple[Tensor | None, ...]:
         return self[:7]
 
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self[:13]
+
     def call_key(self) -> entry.CallKey | None:
         if checks.wants_values_checked() or (self.padding is not None and self.padding.dtype != torch.bool):
             return None
-        return entry.operator_key(self[:9], (tuple(self.window), *self[10:18]), self.keep)
+        return entry.operator_key(self.tensors, (tuple(self.window), *self[14:22]), self.keep)
 
 
 def _dynamic_attention(*arguments):
     given = _Arguments(*arguments)
     found = entry.found_entry(given)
     if found is not None:
-        return entry.run_operator(found, given[:9])
+        return entry.run_operator(found, given.tensors)
     with torch.no_grad():
         call = given.call()
         module = backends.choose(given.backend, (call.attention.query,))
         if not given.keep and entry.may_do_without_mask(None, call):
-            out, lse, _ = attended(call, module)
-            return out, lse, entry.nothing_made(out)
+            return *results_of(call.attention, *attended(call, module)[:2]), entry.nothing_made(given.query)
         found = entry.made_entry(given, call, module)
         if found is not None:
-            return entry.run_operator(found, given[:9])
+            return entry.run_operator(found, given.tensors)
         own = attention_of(call, module)
-        out, lse = run_attend(own, module)
+        out, lse = results_of(own, *run_attend(own, module))
         if not given.keep:
             return out, lse, entry.nothing_made(out)
         return out, lse, packed_up(own, call.recipe is not None)
@@ -183,19 +194,24 @@ def _dynamic_attention_backward(dout, dlse, out, lse, made, *arguments):
             if known is not None:
                 facts, scores = entry.without_programs(known, None, [made], given.inputs)
             else:
-                hints = selection_hints(from_list(given.window), given.key.shape[1], given.keys,
-                                        given.padding is not None, given.documents is not None)
+                in_use = given.padding is not None or own.sequences is not None and given.keys == "global"
+                hints = selection_hints(from_list(given.window), own.key_length, given.keys, in_use,
+                                        given.documents is not None)
                 mask, scores = unpacked(made, _sizes(given), wide(given.value), given.scores is None, hints)
-                facts = CallContext(mask, own.options, call.recipe and call.recipe[4], module, given.backend)
+                facts = CallContext(mask, own.options, call.recipe and call.recipe[4], module, given.backend,
+                                    own.sequences)
             found = gradients(facts, Saved(out, lse, *given[:7], scores=scores), dout, dlse, needed)
     return [found[INPUTS.index(name)] for name in needs]
 
 
 def _sizes(given: _Arguments) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
     """The shapes of start and stop of a call without programs."""
-    batch, length, heads, _ = given.key.shape
+    *batches, length, heads, _ = given.key.shape
+    batch = batches[0] if batches and given.block_table is None else 1
+    if given.block_table is not None:
+        length *= given.block_table.shape[0] * given.block_table.shape[1]
     if given.scores is not None:
-        heads = given.scores.shape[1]
+        heads = given.scores.shape[-2]
     by_rows = given.keys == "global" and given.documents is not None and given.documents.ndim == 2
     rows = given.documents.shape[0] if by_rows and given.documents is not None else 1
     return (rows, 1, length), (batch, heads, length)
@@ -226,14 +242,11 @@ def size_of_parts(shapes: Sequence[tuple[int, int, int]], value: Tensor | None) 
 
 def _fake_dynamic_attention(*arguments):
     given = _Arguments(*arguments)
-    query, (batch, length, heads, _) = given.query, given.query.shape
-    out = query.new_empty((batch, length, heads, given.value.shape[3]))
-    lse = query.new_empty((batch, heads, length), dtype=wide(query))
     size = 0
     if given.keep:
         parts = size_of_parts(_sizes(given), given.value if given.scores is None else None)
-        size = entry.size_of_made(given, given[:9], parts)
-    return out, lse, query.new_empty((size,), dtype=torch.int32)
+        size = entry.size_of_made(given, given.tensors, parts)
+    return *fake_results(given.query, given.value), given.query.new_empty((size,), dtype=torch.int32)
 
 
 def _fake_dynamic_attention_backward(dout, dlse, out, lse, made, *arguments):
@@ -241,9 +254,8 @@ def _fake_dynamic_attention_backward(dout, dlse, out, lse, made, *arguments):
 
 
 _INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? scores, Tensor? dt_proj, Tensor? A, Tensor? dt_bias"
-_SELECTION = "SymInt[] window, str form, str keys"
-SELECTED = f"{_INPUTS}, {_SELECTION}"
-_DYNAMIC = f"{_INPUTS}, Tensor? padding, Tensor? documents, {_SELECTION}, {OPTIONS}, bool keep"
+_DYNAMIC = (f"{_INPUTS}, Tensor? padding, Tensor? documents, {SEQUENCES}, SymInt[] window, str form, str keys, "
+            f"{OPTIONS}, bool keep")
 register(f"dynamic_attention({_DYNAMIC}) -> (Tensor out, Tensor lse, Tensor made)", _dynamic_attention,
          _fake_dynamic_attention)
 register(f"dynamic_attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor made, {_DYNAMIC}, "

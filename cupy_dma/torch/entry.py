@@ -155,7 +155,8 @@ def recorded(key: CallKey | None, call: AttentionCall | DynamicCall, module: Mod
 
 def may_do_without_mask(key: CallKey | None, call: DynamicCall) -> bool:
     """Whether a backend may find the keys of a call from its scores alone, which it decides when it has them."""
-    return (key is None or not key.grad) and call.attention.query_length < call.attention.key_length
+    own = call.attention
+    return (key is None or not key.grad) and own.sequences is None and own.query_length < own.key_length
 
 
 def _has_chains(module: ModuleType) -> bool:

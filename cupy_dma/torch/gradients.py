@@ -149,14 +149,13 @@ def _by_operators(facts: CallContext, saved: Saved, dout: Tensor, dlse: Tensor |
     arguments = (dout, dlse, saved.out, saved.lse)
     inputs = saved.query, saved.key, saved.value, *MaskArguments.of(facts.mask)
     bias, value = saved.scores if saved.bias is None else saved.bias, saved.value
-    options = (*facts.options, facts.backend)
-    if facts.sequences is None:
-        nothing = dout.new_empty(0, dtype=torch.int32)  # made by the forward
-        made = operators.attention_backward(*arguments, nothing, *inputs, saved.dense, bias, *options, True, direct)
-    else:
+    packed: tuple[Tensor | None, ...] = (None,) * 4
+    if facts.sequences is not None:
+        packed = tuple([x and x.array for x in facts.sequences.given])
         bias = bias[0] if bias is not None and bias.ndim == 3 else bias  # computed scores
-        made = operators.varlen_attention_backward(*arguments, *inputs, bias, *options,
-                                                   *[x and x.array for x in facts.sequences.given], direct)
+    nothing = dout.new_empty(0, dtype=torch.int32)  # made by the forward
+    made = operators.attention_backward(*arguments, nothing, *inputs, saved.dense, bias, *packed, *facts.options,
+                                        facts.backend, True, direct)
     found = dict(zip(direct, made))
     if through_scores:
         dscores = found["bias"]

@@ -1,49 +1,33 @@
-"""Packed sequences in torch.
-
-    varlen_attention -> out, lse            varlen_attention_backward -> the gradients named in ``needs``, in that order
-    varlen_dynamic_attention -> out, lse, made, and varlen_dynamic_attention_backward as well
-
-As ``attention.py`` and ``dynamic.py``, with the tensors that describe the sequences after the options.
-"""
+"""Packed sequences in torch: the operators of ``attention.py`` and ``dynamic.py``, with tensors that describe the
+sequences."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cupy_dma import backends, checks
-from cupy_dma.calls.gradients import INPUTS, chain_gradients
 from cupy_dma.calls.options import Options, Packing, Selection
-from cupy_dma.calls.run import attend as run_attend
-from cupy_dma.calls.run import attention_of
-from cupy_dma.calls.scores import Recipe, recipe_of
-from cupy_dma.calls.types import AttentionCall, DynamicCall
 from cupy_dma.calls.varlen import varlen_call, varlen_dynamic_call
 from cupy_dma.masks.interval import IntervalMask
-from cupy_dma.masks.selection import selection_hints
 from cupy_dma.masks.windows import window_of
 from cupy_dma.torch import entry
-from cupy_dma.torch.attention import MASK, OPTIONS, attend, gradients_of, upstream_of
-from cupy_dma.torch.dynamic import SELECTED, attend_dynamic, packed_up, size_of_parts, unpacked
+from cupy_dma.torch.attention import attend
+from cupy_dma.torch.dynamic import attend_dynamic
 from cupy_dma.torch.gradients import MaskArguments
 from cupy_dma.torch.registration import (
     as_key_bias,
     as_tensor,
     cast,
-    empty_like,
-    from_list,
     in_rows,
     is_deterministic,
     listed,
     needs_grad,
     operators,
     options_of,
-    register,
-    register_derivative,
     takes_operators,
-    wide,
 )
 from cupy_dma.torch.sinks import check_sinks, delivered
 
@@ -69,9 +53,9 @@ def varlen_attention(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Te
     if takes_operators(query, key, value, bias, *sequences):
         sequences = _as_tensors(query, sequences)
         _check_lengths(max_seqlen_q, max_seqlen_k)
-        out, lse = operators.varlen_attention(query, key, value, *MaskArguments.of(mask), bias,
-                                              *options_of(causal, scale, softcap, deterministic, bias_delay, backend),
-                                              *sequences)
+        out, lse, _ = operators.attention(query, key, value, *MaskArguments.of(mask), None, bias, *sequences,
+                                          *options_of(causal, scale, softcap, deterministic, bias_delay, backend),
+                                          needs_grad(*inputs))
     else:
         packing = Packing(*sequences, max_seqlen_q, max_seqlen_k, tail_padding)
         call = varlen_call(query, key, value, packing, mask, bias,
@@ -113,9 +97,9 @@ def varlen_dynamic_mask_attention(query: Tensor, key: Tensor, value: Tensor, cu_
         sequences = _as_tensors(query, sequences)
         window, _ = selection.checked(causal)
         _check_lengths(max_seqlen_q, max_seqlen_k)
-        out, lse, _ = operators.varlen_dynamic_attention(
-            *inputs, listed(window), form, keys,
-            *options_of(causal, scale, softcap, deterministic, bias_delay, backend), needs_grad(*inputs), *sequences)
+        out, lse, _ = operators.dynamic_attention(
+            *inputs, None, None, *sequences, listed(window), form, keys,
+            *options_of(causal, scale, softcap, deterministic, bias_delay, backend), needs_grad(*inputs))
     else:
         packing = Packing(*sequences, max_seqlen_q, max_seqlen_k, tail_padding)
         call = varlen_dynamic_call(query, key, value, packing, selection,
@@ -154,133 +138,3 @@ def _check_lengths(*lengths: int | None) -> None:
     for name, length in zip(("max_seqlen_q", "max_seqlen_k"), lengths):
         if length is not None and not torch.compiler.is_compiling():
             checks.whole(length, name, 0)
-
-
-# ---- operators ------------------------------------------------------------------------------------------------------
-
-
-def _call(query, key, value, start, stop, starts, bound, causal_only, bias, causal, scale, softcap, deterministic,
-          bias_delay, *sequences):
-    mask = MaskArguments(start, stop, starts, bound, causal_only).mask()
-    return varlen_call(query, key, value, Packing(*sequences), mask, bias,
-                       Options(causal, scale, softcap, deterministic, bias_delay))
-
-
-def _attention(query, key, value, start, stop, starts, bound, causal_only, bias, causal, scale, softcap,
-               deterministic, bias_delay, backend, *sequences):
-    call = _call(query, key, value, start, stop, starts, bound, causal_only, bias, causal, scale, softcap,
-                 deterministic, bias_delay, *sequences)
-    out, lse = run_attend(call, backends.choose(backend, (call.query,)))
-    return out[0], lse[0]
-
-
-def _attention_backward(dout, dlse, out, lse, query, key, value, start, stop, starts, bound, causal_only, bias, causal,
-                        scale, softcap, deterministic, bias_delay, backend, *sequences_and_needs):
-    *sequences, needs = sequences_and_needs
-    with torch.no_grad():
-        call = _call(query, key, value, start, stop, starts, bound, causal_only, bias, causal, scale, softcap,
-                     deterministic, bias_delay, *sequences)
-        return gradients_of(call, dout, dlse, out, lse, backends.choose(backend, (call.query,)), needs)
-
-
-class _Dynamic(NamedTuple):
-    """The arguments of the dynamic operators, behind the results and their gradients."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    scores: Tensor | None
-    dt_proj: Tensor | None
-    A: Tensor | None
-    dt_bias: Tensor | None
-    window: Sequence[int]  # as from ``listed``
-    form: str
-    keys: str
-    causal: bool
-    scale: float | None
-    softcap: float
-    deterministic: bool
-    bias_delay: int
-    backend: str | None
-    keep: bool
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor | None
-    seqused_k: Tensor | None
-    block_table: Tensor | None
-
-    @property
-    def selection(self) -> Selection:
-        return Selection(self.scores, from_list(self.window), *self[4:7], self.form, self.keys)
-
-    def forward(self) -> DynamicCall:
-        """The checked call."""
-        return varlen_dynamic_call(*self[:3], Packing(*self[17:21]), self.selection, Options(*self[10:15]))
-
-    @property
-    def sizes(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-        """The shapes of start and stop."""
-        length, heads = self.key.shape[0], self.key.shape[-2] if self.scores is None else self.scores.shape[-2]
-        if self.block_table is not None:
-            length = self.block_table.shape[0] * self.block_table.shape[1] * self.key.shape[1]
-        return (1, 1, length), (1, heads, length)
-
-    def backward(self, made: Tensor) -> tuple[AttentionCall, Recipe | None]:
-        """The call that has made this, and the recipe of its scores."""
-        mask, scores = unpacked(made, self.sizes, wide(self.value), self.scores is None, selection_hints(
-            from_list(self.window), self.sizes[0][2], self.keys, self.keys == "global", False))
-        _, causal = self.selection.checked(self.causal)
-        call = varlen_call(*self[:3], Packing(*self[17:21]), mask, self.scores if scores is None else scores[0],
-                           Options(causal, *self[11:15]))
-        return call, None if scores is None else recipe_of(self.value[None], *self[4:7], self.form)
-
-
-def _dynamic_attention(*arguments):
-    given = _Dynamic(*arguments)
-    with torch.no_grad():
-        call = given.forward()
-        module = backends.choose(given.backend, (call.attention.query,))
-        own = attention_of(call, module)
-        out, lse = run_attend(own, module)
-        return out[0], lse[0], packed_up(own, call.recipe is not None) if given.keep else entry.nothing_made(out)
-
-
-def _dynamic_attention_backward(dout, dlse, out, lse, made, *arguments):
-    given, needs = _Dynamic(*arguments[:-1]), arguments[-1]
-    with torch.no_grad():
-        call, recipe = given.backward(made)
-        found = chain_gradients(call, recipe, upstream_of(dout, out, lse, dlse), frozenset(needs),
-                                backends.choose(given.backend, (call.query,)))
-    return [found[name] for name in needs]
-
-
-def _fake_attention(query, key, value, *rest):
-    total, heads, _ = query.shape
-    return query.new_empty((total, heads, value.shape[-1])), query.new_empty((heads, total), dtype=wide(query))
-
-
-def _fake_attention_backward(dout, dlse, out, lse, query, key, value, *rest):
-    return empty_like({"query": query, "key": key, "value": value, "bias": rest[5]}, rest[-1])
-
-
-def _fake_dynamic_attention(*arguments):
-    given = _Dynamic(*arguments)
-    size = size_of_parts(given.sizes, None if given.scores is not None else given.value) if given.keep else 0
-    return *_fake_attention(*arguments), given.query.new_empty((size,), dtype=torch.int32)
-
-
-def _fake_dynamic_attention_backward(dout, dlse, out, lse, made, *arguments):
-    return empty_like(dict(zip(INPUTS, arguments[:7])), arguments[-1])
-
-
-_SEQUENCES = "Tensor cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k, Tensor? block_table"
-_ARGUMENTS = f"Tensor query, Tensor key, Tensor value, {MASK}, Tensor? bias, {OPTIONS}, {_SEQUENCES}"
-register(f"varlen_attention({_ARGUMENTS}) -> (Tensor out, Tensor lse)", _attention, _fake_attention)
-register(f"varlen_attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_ARGUMENTS}, str[] needs) "
-         "-> Tensor[]", _attention_backward, _fake_attention_backward)
-register_derivative("varlen_attention", {0: "query", 1: "key", 2: "value", 8: "bias"}, keeps_outputs=True)
-_DYNAMIC = f"{SELECTED}, {OPTIONS}, bool keep, {_SEQUENCES}"
-register(f"varlen_dynamic_attention({_DYNAMIC}) -> (Tensor out, Tensor lse, Tensor made)", _dynamic_attention,
-         _fake_dynamic_attention)
-register("varlen_dynamic_attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor made, "
-         f"{_DYNAMIC}, str[] needs) -> Tensor[]", _dynamic_attention_backward, _fake_dynamic_attention_backward)
-register_derivative("varlen_dynamic_attention", dict(enumerate(INPUTS)), keeps_outputs=True)

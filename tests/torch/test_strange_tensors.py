@@ -63,8 +63,8 @@ def test_forward_mode_raises_instead_of_losing_the_tangent(name, which, learns):
 def test_an_operator_does_not_lose_the_tangent_either():
     q, k, v, _ = tensors()
     with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="key carries a forward-mode tangent"):
-        torch.ops.cupy_dma.attention(q, forward_ad.make_dual(k, k), v, None, None, None, None, False, None, None, False,
-                                     None, 0.0, False, 0, None, False)
+        torch.ops.cupy_dma.attention(q, forward_ad.make_dual(k, k), v, None, None, None, None, False, None, None,
+                                     *[None] * 4, False, None, 0.0, False, 0, None, False)
 
 
 TRANSFORMS = {

@@ -220,8 +220,9 @@ def operator_calls():
     p = list(recipe(torch.float32).values())
     start, stop = torch.ops.cupy_dma.top_w(s, [5], "prefix", None, None, None)
     interval, options = (start, stop, "key", (5, 1), False, None), (False, None, 0.0, False, 0, None)
+    packed = (None,) * 4
     dense = (None, None, None, None, False, torch.rand(B, HKV, N, N) < 0.5)
-    out, lse, made = (x.detach() for x in torch.ops.cupy_dma.attention(q, k, v, *interval, s, *options, True))
+    out, lse, made = (x.detach() for x in torch.ops.cupy_dma.attention(q, k, v, *interval, s, *packed, *options, True))
     for form in ("exp", "linear"):
         yield "key_scores", (v, *p, form, None)
     yield "key_scores_backward", (s.detach(), *[x.detach() for x in (v, *p)], "exp", None, ["value", "A"])
@@ -229,15 +230,15 @@ def operator_calls():
         for documents in (None, torch.tensor([0, 7, N]), torch.arange(N).expand(B, N) // 7):
             yield "top_w", (s, [5] if documents is None else [0, 5, 3], keys, torch.rand(B, N) < 0.8, documents, None)
     for masks in (interval, dense, (*interval[:5], dense[5]), (None,) * 4 + (False, None)):
-        yield "attention", (q, k, v, *masks, s, *options, True)
-        yield "attention", (q, k, v, *masks, None, True, 0.3, 2.0, True, 0, "numpy", True)
-        yield "attention", (q, k, v, *masks, s, True, 0.3, 2.0, True, 7, "numpy", True)
+        yield "attention", (q, k, v, *masks, s, *packed, *options, True)
+        yield "attention", (q, k, v, *masks, None, *packed, True, 0.3, 2.0, True, 0, "numpy", True)
+        yield "attention", (q, k, v, *masks, s, *packed, True, 0.3, 2.0, True, 7, "numpy", True)
         yield "attention_backward", (out, lse, out, lse, made, *[x.detach() for x in (q, k, v)], *masks, s.detach(),
-                                     *options, True, ["key", "bias"])
+                                     *packed, *options, True, ["key", "bias"])
     for given in ((s, None, None, None), (None, *p)):
         for documents, keys, window in ((None, "prefix", [5]), (torch.tensor([0, 7, N]), "global", [0, 5, 3])):
-            arguments = (q, k, v, *given, torch.rand(B, N) < 0.8, documents, window, "exp", keys, True, None, 0.0,
-                         False, 7, None)
+            arguments = (q, k, v, *given, torch.rand(B, N) < 0.8, documents, *packed, window, "exp", keys, True,
+                         None, 0.0, False, 7, None)
             yield "dynamic_attention", (*arguments, True)
             plain = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
             yield "dynamic_attention", (*plain, False)

@@ -265,21 +265,20 @@ def test_a_compiled_dynamic_call_is_two_operators(function, arrays):
     compiled = torch.compile(function, fullgraph=True, backend=aot_autograd(fw_compiler=keep))
     inputs = leaves(*arrays)
     torch.autograd.grad(compiled(*inputs)[0].sum(), inputs)
-    assert found == [f"cupy_dma.varlen_dynamic_attention{part}.default" for part in ("", "_backward")]
+    assert found == [f"cupy_dma.dynamic_attention{part}.default" for part in ("", "_backward")]
 
 
 def test_operators_are_consistent():
     q, k, v, s = leaves(Q, K, V, SCORES)
     mask = M.top_w(s.detach()[None], 3, documents=CU[1])
-    arguments = (q, k, v, mask.start, mask.stop, "key", [3, 1], False, s, False, None, 0.0, False, 4, None, *CU, None,
-                 None)
-    torch.library.opcheck(torch.ops.cupy_dma.varlen_attention, arguments)
-    given, options = (s, None, None, None), (None, 0.0, False, 0, None, True, *CU, None, None)
-    torch.library.opcheck(torch.ops.cupy_dma.varlen_dynamic_attention,
-                          (q, k, v, *given, [0, 3, 5], "exp", "global", False, *options))
+    interval, options = (mask.start, mask.stop, "key", [3, 1], False), (False, None, 0.0, False, 4, None, True)
+    torch.library.opcheck(torch.ops.cupy_dma.attention, (q, k, v, *interval, None, s, *CU, None, None, *options))
+    given, sequences, options = (s, None, None, None), (None, None, *CU, None, None), (None, 0.0, False, 0, None, True)
+    torch.library.opcheck(torch.ops.cupy_dma.dynamic_attention,
+                          (q, k, v, *given, *sequences, [0, 3, 5], "exp", "global", False, *options))
     given = (None, *leaves(WEIGHT, DECAY), None)
-    torch.library.opcheck(torch.ops.cupy_dma.varlen_dynamic_attention,
-                          (q, k, v, *given, [4], "linear", "prefix", True, *options))
+    torch.library.opcheck(torch.ops.cupy_dma.dynamic_attention,
+                          (q, k, v, *given, *sequences, [4], "linear", "prefix", True, *options))
 
 
 def test_a_paged_kv_cache_has_no_gradient_in_torch():

@@ -110,6 +110,30 @@ def from_values(q: Any, k: Any, v: Any, *parameters: Any, **options: Any) -> Any
     return dynamic(q, k, v, **dict(zip(("dt_proj", "A", "dt_bias"), parameters)), **options)
 
 
+LENGTHS = [(60, 0, 57, 33), (10, 90, 3, 47), (1, 1, 1, 147)]
+
+
+def ends(lengths: Any, kind: Any = torch.int32) -> Any:
+    return torch.tensor([0, *np.cumsum(lengths)], dtype=kind)
+
+
+def draw_packed(seed: int, kind: str = "scores", **options: Any) -> list[Any]:
+    """query, key, value, and scores or the parameters of scores."""
+    made = [x.detach()[0].requires_grad_(x.requires_grad) for x in draw(seed, **options)]
+    return [*made[:3], *parameters(seed).values()] if kind == "values" else made
+
+
+def packed(kind: str, cu: Any, *inputs: Any, **options: Any) -> Any:
+    options = {"deterministic": True, "return_lse": True, "backend": "emulator"} | options
+    if kind == "scores":
+        return dma.varlen_dynamic_mask_attention(*inputs[:3], cu, cu, inputs[3], window=W, **options)
+    if kind == "values":
+        named = dict(zip(("dt_proj", "A", "dt_bias"), inputs[3:]))
+        return dma.varlen_dynamic_mask_attention(*inputs[:3], cu, cu, **named, window=W, **options)
+    mask = dma.IntervalMask.top_w(inputs[3].detach()[None], W, backend="emulator") if kind == "mask" else None
+    return dma.varlen_attention(*inputs[:3], cu, cu, mask=mask, bias=inputs[3], causal=True, **options)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("with_lse", [False, True])
 def test_a_prepared_mask(dtype, with_lse, device, chain_runs):
@@ -472,7 +496,9 @@ COMPILED = {"scores": (dynamic, lambda i: draw(i)),
             "documents": (lambda *x: dynamic(*x, documents=torch.tensor([0, 40, N])), lambda i: draw(i)),
             "top_w and dense": (dense_and_best, lambda i: draw(i)),
             "dense by key": (lambda *x: attend(*x, mask=torch.arange(N)[None, None, None] % 5 > 0), lambda i: draw(i)),
-            "no mask": (attend, lambda i: draw(i))}
+            "no mask": (attend, lambda i: draw(i)),
+            **{f"packed {kind}": (functools.partial(packed, kind, ends(LENGTHS[0])),
+                                  functools.partial(draw_packed, kind=kind)) for kind in ("mask", "scores", "values")}}
 
 
 @pytest.mark.parametrize("name", COMPILED)
@@ -495,7 +521,7 @@ def test_a_compiled_call_is_two_operators(name, chain_runs):
             same(step(compiled, *make(i)), step(call, *make(i)))
     forward, backward = graphs
     own = [x for x in forward if "top_w" not in x]
-    kind = "attention" if name in ("top_w and dense", "dense by key", "no mask") else "dynamic_attention"
+    kind = "attention" if name in ("top_w and dense", "dense by key", "no mask", "packed mask") else "dynamic_attention"
     assert own == [f"cupy_dma.{kind}.default"] and backward == [f"cupy_dma.{kind}_backward.default"]
 
 
@@ -552,30 +578,6 @@ def test_windows_of_more_heads_than_the_parameters_hold(device):
 
 
 # ---- packed sequences -----------------------------------------------------------------------------------------------
-
-LENGTHS = [(60, 0, 57, 33), (10, 90, 3, 47), (1, 1, 1, 147)]
-
-
-def ends(lengths: Any, kind: Any = torch.int32) -> Any:
-    return torch.tensor([0, *np.cumsum(lengths)], dtype=kind)
-
-
-def draw_packed(seed: int, kind: str = "scores", **options: Any) -> list[Any]:
-    """query, key, value, and scores or the parameters of scores."""
-    made = [x.detach()[0].requires_grad_(x.requires_grad) for x in draw(seed, **options)]
-    return [*made[:3], *parameters(seed).values()] if kind == "values" else made
-
-
-def packed(kind: str, cu: Any, *inputs: Any, **options: Any) -> Any:
-    options = {"deterministic": True, "return_lse": True, "backend": "emulator"} | options
-    if kind == "scores":
-        return dma.varlen_dynamic_mask_attention(*inputs[:3], cu, cu, inputs[3], window=W, **options)
-    if kind == "values":
-        named = dict(zip(("dt_proj", "A", "dt_bias"), inputs[3:]))
-        return dma.varlen_dynamic_mask_attention(*inputs[:3], cu, cu, **named, window=W, **options)
-    mask = dma.IntervalMask.top_w(inputs[3].detach()[None], W, backend="emulator") if kind == "mask" else None
-    return dma.varlen_attention(*inputs[:3], cu, cu, mask=mask, bias=inputs[3], causal=True, **options)
-
 
 @pytest.mark.parametrize("integers", [torch.int32, torch.int64])
 @pytest.mark.parametrize("kind", ["bias", "mask", "scores", "values"])
