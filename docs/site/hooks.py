@@ -5,7 +5,8 @@
 - tables of results, between ``<!-- table:forward -->`` and its end, get room;
 - ``<!-- picture: name | what it shows -->`` in front of a Python block runs the block, which leaves a matplotlib Axes
   or Figure in ``ax``, and puts the picture behind it;
-- an empty block ``{ .python .excerpt file="..." }`` gets the file's text;
+- an empty block ``{ .python .excerpt file="..." }`` gets the file's text, with ``part="..."`` what follows the comment
+  ``# ---- part`` in it;
 - ``<!-- command: plot -->`` is replaced by what ``python -m cupy_dma plot --help`` says;
 - links to files that are no pages become plain file names;
 - what lets the search work from the disk is assets/worker.js instead of a script from the network.
@@ -67,7 +68,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     markdown = re.sub(r"<!-- table:(\w+) -->\n(.*?)\n<!-- /table:\1 -->",
                       r'<div class="results" markdown="1">\n\n\2\n\n</div>', markdown, flags=re.DOTALL)
     markdown = re.sub(r"<!-- command: (\S+) -->", lambda m: usage(m[1]), markdown)
-    markdown = re.sub(r'```\{ \.(\w+) \.excerpt file="([^"]+)" \}\n```', lambda m: excerpt(m[1], m[2]), markdown)
+    markdown = re.sub(r'```\{ \.(\w+) \.excerpt file="([^"]+)"(?: part="([^"]+)")? \}\n```',
+                      lambda m: excerpt(m[1], m[2], m[3]), markdown)
     return re.sub(r"\[([^\]\n]*)\]\(([^)\s]+)\)", lambda m: link(m, source, files), markdown)
 
 
@@ -112,8 +114,10 @@ def usage(name: str) -> str:
     return f"```text\n{chosen.format_help().strip()}\n```"
 
 
-def excerpt(language: str, name: str) -> str:
+def excerpt(language: str, name: str, part: str | None = None) -> str:
     text = (ROOT / name).read_text()
-    if language == "python":
+    if part is not None:
+        text = re.search(rf"^# ---- {re.escape(part)}\b[^\n]*\n+(.*?)(?=\n# ---- |\Z)", text, re.DOTALL | re.MULTILINE)[1]
+    elif language == "python":
         text = text.rpartition('\n\nif __name__ == "__main__":')[0]  # how a script starts is the same everywhere
     return f'```{{ .{language} title="{name}" }}\n{text.rstrip()}\n```'
