@@ -117,7 +117,7 @@ def usage(name: str) -> str:
 def excerpt(language: str, name: str, part: str | None = None) -> str:
     text = (ROOT / name).read_text()
     if part is not None:
-        text = re.search(rf"^# ---- {re.escape(part)}\b[^\n]*\n+(.*?)(?=\n# ---- |\Z)", text, re.DOTALL | re.MULTILINE)[1]
+        text = re.split(rf"^# ---- {re.escape(part)}\b.*\n+", text, flags=re.MULTILINE)[1].partition("\n# ---- ")[0]
     elif language == "python":
         text = text.rpartition('\n\nif __name__ == "__main__":')[0]  # how a script starts is the same everywhere
     return f'```{{ .{language} title="{name}" }}\n{text.rstrip()}\n```'
