@@ -116,7 +116,7 @@ class Agreement:
     # ---- collectives ------------------------------------------------------------------------------------------------
 
     def started(self, collective: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """The work of a collective that has been started."""
+        """Start a collective; returns its work handle."""
         self.known.stages += 1
         try:
             return collective(*arguments, async_op=True, **options)

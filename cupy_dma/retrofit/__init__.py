@@ -3,8 +3,8 @@
     cupy_dma.transformers.convert(model, policy="gate")
     cupy_dma.retrofit.train(model, batches, steps=500, ratio=8)
 
-The model with gates learns to predict what the model without them does, while the share of keys that gates keep has to
-fall. The parts, for a loop of one's own:
+The model with gates learns to predict what the model without them predicts, while the share of keys that its gates keep
+must fall. The parts, for a custom loop:
 
     objective = Distillation(model)                         # both forward passes, and the losses
     target = kept_target(step, steps=500, ratio=8)          # 1 at first, 1/8 at the end

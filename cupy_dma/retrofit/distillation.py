@@ -1,7 +1,7 @@
 """One step of a retrofit: the forward passes of teacher and student, and the losses.
 
     student   hidden states of the model with gates
-    teacher   those of the same model with open gates, or of another
+    teacher   those of the same model with open gates, or of another model
     loss      = mean KL of their predictions + weight * relu(kept - target)         kept: mean gate of all layers
 """
 from __future__ import annotations
@@ -37,7 +37,7 @@ def open_gates(model: nn.Module) -> Iterator[None]:
 
 
 class Losses(NamedTuple):
-    """Of one batch; all but ``loss`` are detached."""
+    """Of one batch; all except ``loss`` are detached."""
 
     loss: Tensor  # ()
     kl: Tensor  # (): mean of the real tokens, in nats
@@ -47,23 +47,23 @@ class Losses(NamedTuple):
 
 
 class Distillation(nn.Module):
-    """The losses of a model with gates beside its teacher.
+    """The losses of a model with gates (the student), compared with a teacher.
 
     Parameters
     ----------
     student
-        A model of transformers converted with ``policy="gate"``; any module with ``RetentionGate`` where ``backbone``
-        and ``head`` are given.
+        A model of transformers converted with ``policy="gate"``; with ``backbone`` and ``head``, any module that
+        contains ``RetentionGate``.
     teacher
-        Another model over the same vocabulary, in evaluation mode; its own gates, if it has any, count as open. By
-        default the student with open gates, which needs all its other parameters to be frozen.
+        Another model with the same vocabulary, in evaluation mode; its gates, if any, count as open. By default the
+        student with open gates; then all parameters other than the gates' must be frozen.
     weight : float
         Of the budget loss.
     direction, chunk
         As for ``chunked_kl``.
     backbone, head
-        Names of the student's (and teacher's) submodules that make hidden states of ``input_ids``, and logits of those.
-        By default ``base_model`` and the output embeddings.
+        Names of the submodules of student and teacher that compute hidden states from ``input_ids``, and logits from
+        those. By default ``base_model`` and the output embeddings.
 
     Raises
     ------
@@ -72,7 +72,7 @@ class Distillation(nn.Module):
 
     Notes
     -----
-    It may be wrapped (``DistributedDataParallel``): ``forward`` is all that a step computes.
+    The module may be wrapped (``DistributedDataParallel``): a step only calls ``forward``.
     """
 
     def __init__(self, student: nn.Module, teacher: nn.Module | None = None, *, weight: float = 1.0,
@@ -86,12 +86,12 @@ class Distillation(nn.Module):
         self.chunk = checks.whole(chunk, "chunk", 1)
         gated = {id(p) for gate in gates_of(student).values() for p in gate.parameters()}
         if teacher is None and any(p.requires_grad and id(p) not in gated for p in student.parameters()):
-            raise ValueError("teacher must be given where other parameters than the gates' are trained: the model with "
-                             "open gates would move along")
+            raise ValueError("teacher must be given if parameters other than the gates' are trained: the model with "
+                             "open gates, the default teacher, would change with them")
         if teacher is not None and teacher.training:
             raise ValueError("teacher must be in evaluation mode: call its eval()")
         self.student = student
-        self._teacher = [student if teacher is None else teacher]  # no submodule: it is not trained or saved
+        self._teacher = [student if teacher is None else teacher]  # in a list: not a submodule, not trained or saved
         self._names = backbone, head
         self._is_checked = False
 
@@ -101,7 +101,7 @@ class Distillation(nn.Module):
         Parameters
         ----------
         input_ids : int64 Tensor ``(B, N)``
-            ``N`` is above the delay of the gates: in shorter texts they change nothing.
+            ``N`` must exceed the gates' delay: in shorter texts gates change nothing.
         target : float
             The share of keys to keep; see ``kept_target``.
         attention_mask : Tensor ``(B, N)``, optional
@@ -114,13 +114,13 @@ class Distillation(nn.Module):
         Raises
         ------
         ValueError
-            The texts are too short, or the model's logits are not what its head makes of its hidden states.
+            The texts are too short, or the model's logits are not those of its head applied to its hidden states.
         """
         gates, (teacher,) = gates_of(self.student), self._teacher
         delay = max(gate.delay for gate in gates.values())
         if input_ids.shape[1] <= delay:
-            raise ValueError(f"texts must be longer than the delay of the gates, {delay}, or these learn nothing but "
-                             f"to close, got {input_ids.shape[1]} tokens")
+            raise ValueError(f"texts must be longer than the gates' delay, {delay}, or gates learn only to close, got "
+                             f"{input_ids.shape[1]} tokens")
         given = {"input_ids": input_ids, "attention_mask": attention_mask}
         own_head, head = _head(self.student, self._names[1]), _head(teacher, self._names[1])
         with torch.no_grad(), open_gates(teacher):
@@ -138,7 +138,7 @@ class Distillation(nn.Module):
         return Losses(mean + self.weight * budget, mean.detach(), budget.detach(), kept.detach(), dropped)
 
     def _check_heads(self, teacher: nn.Module, head: Head, input_ids: Tensor) -> None:
-        """Once: some models do more to their logits than a head says."""
+        """Check once, because some models change their logits after the head."""
         if self._is_checked:
             return
         few = input_ids[:1, :8]
@@ -148,7 +148,7 @@ class Distillation(nn.Module):
         expected = _logits(hidden, head)
         off, size = (logits - expected).abs().max().item(), logits.abs().max().item()
         if off > 0.02 * size:
-            raise ValueError(f"the logits of {type(teacher).__name__} are not what its head makes of its hidden "
+            raise ValueError(f"the logits of {type(teacher).__name__} are not those of its head applied to its hidden "
                              f"states: they are off by {off:.3g}, the largest is {size:.3g}")
         self._is_checked = True
 
@@ -177,7 +177,7 @@ def _logits(hidden: Tensor, head: Head) -> Tensor:
 
 @contextmanager
 def _recorded(gates: dict[str, RetentionGate]) -> Iterator[dict[str, Gates]]:
-    """What the gates of a forward pass say. A recomputation in the backward pass comes later and is not recorded."""
+    """The gates of a forward pass. Recomputations in the backward pass come later and are not recorded."""
     found: dict[str, Gates] = {}
 
     def hook(name: str) -> Any:

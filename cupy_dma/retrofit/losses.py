@@ -6,7 +6,7 @@
     budget   = relu(kept - target)
 
 The sum over the vocabulary runs in chunks, online as in attention: a running maximum, sum and weighted difference for
-every token. The backward pass computes the logits of a chunk again. Logits of all tokens and words are never held.
+every token. The backward pass recomputes a chunk's logits. The logits of all tokens and words are never stored.
 """
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DIRECTIONS = ("forward", "reverse")
 
 
 class Head(NamedTuple):
-    """What makes logits of hidden states: ``softcap(scale * (h @ weight.T + bias))``."""
+    """Computes logits from hidden states: ``softcap(scale * (h @ weight.T + bias))``."""
 
     weight: Tensor  # (V, width)
     bias: Tensor | None = None  # (V,)
@@ -35,25 +35,25 @@ class Head(NamedTuple):
 
 
 def budget_loss(kept: Tensor, target: float) -> Tensor:
-    """``relu(kept - target)``: by how much too many keys are kept. No reward for keeping fewer."""
+    """``relu(kept - target)``: how far the kept share exceeds the target. Keeping fewer is not rewarded."""
     return torch.relu(kept - target)
 
 
 def chunked_kl(hidden: Tensor, head: Head, teacher_hidden: Tensor, teacher_head: Head | None = None, *,
                direction: str = "forward", chunk: int = 4096) -> Tensor:
-    """The divergence of a student's predictions from a teacher's, token by token, without holding their logits.
+    """The divergence of a student's predictions from a teacher's, per token, without storing their logits.
 
     Parameters
     ----------
     hidden : Tensor ``(..., width)``
-        The student's hidden states; get a gradient.
+        The student's hidden states; they get a gradient.
     head : Head
-        The student's; its weight and bias get gradients where they require them.
+        The student's; its weight and bias get gradients if they require them.
     teacher_hidden : Tensor ``(..., teacher's width)``
     teacher_head : Head, optional
-        Over the same vocabulary; by default the student's. The teacher gets no gradient.
+        With the same vocabulary; by default the student's. The teacher gets no gradient.
     direction
-        ``"forward"``: KL(teacher || student), ``"reverse"``: KL(student || teacher), as DMS's code has it.
+        ``"forward"``: KL(teacher || student), ``"reverse"``: KL(student || teacher), as in DMS's code.
     chunk : int
         Words at a time. Memory is a few times ``tokens * chunk`` float32 numbers.
 
@@ -68,7 +68,7 @@ def chunked_kl(hidden: Tensor, head: Head, teacher_hidden: Tensor, teacher_head:
 
     Notes
     -----
-    Products are computed in the type of the hidden states, under autocast in its type, as models do, and everything
+    Products are computed in the type of the hidden states (under autocast in its type), as in models, and everything
     after them in float32.
     """
     checks.choice(direction, "direction", DIRECTIONS)
@@ -77,7 +77,7 @@ def chunked_kl(hidden: Tensor, head: Head, teacher_hidden: Tensor, teacher_head:
     for states, weight, name in ((hidden, head.weight, "hidden"), (teacher_hidden, teacher_head.weight,
                                                                    "teacher_hidden")):
         if states.shape[-1:] != weight.shape[1:]:
-            raise ValueError(f"{name} must have shape (..., {weight.shape[1]}), as its head takes it, got "
+            raise ValueError(f"{name} must have shape (..., {weight.shape[1]}) to fit its head, got "
                              f"{tuple(states.shape)}")
     if hidden.shape[:-1] != teacher_hidden.shape[:-1]:
         raise ValueError(f"hidden and teacher_hidden must be of the same tokens, got {tuple(hidden.shape[:-1])} and "

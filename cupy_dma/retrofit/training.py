@@ -1,6 +1,6 @@
-"""The training loop of a retrofit: AdamW, a kept share that falls, logs, checkpoints.
+"""The training loop of a retrofit: AdamW, a falling kept share, logs, checkpoints.
 
-The numbers are those of DMS (arXiv 2506.05345) where its code has them: learning rate 3e-5, a compression that rises
+Defaults follow the code of DMS (arXiv 2506.05345) where it has them: learning rate 3e-5, a compression ratio that rises
 linearly, temperature 0.1, weight 1 of the budget.
 """
 from __future__ import annotations
@@ -33,7 +33,7 @@ def kept_target(step: int, steps: int, ratio: float, *, linear: str = "ratio") -
     ratio : float
         At least 1.
     linear
-        What goes linearly between: ``"ratio"``, the inverse of the share, as in DMS, or ``"share"``.
+        What changes linearly in between: ``"ratio"``, the inverse of the share, as in DMS, or ``"share"``.
     """
     checks.choice(linear, "linear", ("ratio", "share"))
     ratio = checks.real(ratio, "ratio", 1.0)
@@ -47,38 +47,38 @@ def train(model: nn.Module, batches: Iterable[Any], *, steps: int, ratio: float,
           direction: str = "forward", chunk: int = 4096, clip: float = 1.0, autocast: torch.dtype | None = None,
           checkpoint: str | os.PathLike | None = None, every: int = 100, resume: bool = False,
           callback: Callable[[dict[str, Any]], Any] | None = None, progress: bool = True) -> list[dict[str, Any]]:
-    """Train the gates of a model, in place. It is in evaluation mode afterwards.
+    """Train the gates of a model, in place. Leaves the model in evaluation mode.
 
     Parameters
     ----------
     model
         Of transformers, converted with ``policy="gate"``.
     batches : iterable of int64 Tensors ``(B, N)``, or dicts of ``input_ids`` and ``attention_mask``
-        One a step; ``N`` is above the gates' delay.
+        One per step; ``N`` must exceed the gates' delay.
     steps : int
     ratio : float
-        By how much fewer keys are to be kept beyond the delay in the end.
+        Final compression: the share of keys kept beyond the delay falls to ``1 / ratio``.
     shrink : int, optional
-        Steps until then; by default ``steps``.
+        Steps until the final compression; by default ``steps``.
     linear
         As for ``kept_target``.
     trainable
-        ``"gate"``: the gates alone; ``"all"``: everything, which needs a ``teacher``; None: what requires gradients.
+        ``"gate"``: only the gates; ``"all"``: everything, which needs a ``teacher``; None: what requires gradients.
     teacher, weight, direction, chunk
         As for ``Distillation``.
     rate, base_rate : float
         Learning rates of the gates and of the rest, constant.
     temperature : float or two, optional
-        Of the gates: one, or the first and the last of a linear change over ``shrink`` steps. By default their own.
+        Of the gates: one, or the first and last of a linear change over ``shrink`` steps. By default their own.
     clip : float
-        Largest norm of the gradient.
+        Maximum norm of the gradient.
     autocast : torch.dtype, optional
         For forward passes of a float32 model, e.g. ``torch.bfloat16``.
     checkpoint : path, optional
-        A file to be written every ``every`` steps and at the end.
+        A file to write every ``every`` steps and at the end.
     resume : bool
-        Go on from ``checkpoint``, if it is there. ``batches`` begins anew, and those that were used are skipped: with
-        the same ones the result is what it would have been.
+        Continue from ``checkpoint`` if it exists. ``batches`` starts from the beginning, and batches already used are
+        skipped: with the same batches the result equals that of an uninterrupted run.
     callback
         Called with every step's log.
     progress : bool
@@ -86,17 +86,17 @@ def train(model: nn.Module, batches: Iterable[Any], *, steps: int, ratio: float,
 
     Returns
     -------
-    The log of every step, those before a resumed one included: ``step``, ``loss``, ``kl`` (nats per token), ``budget``,
-    ``kept`` and ``target`` (mean gate, and what it should be), ``kept_by_layer``, ``dropped`` (share of gates below the
+    The log of every step, including those before a resume: ``step``, ``loss``, ``kl`` (nats per token), ``budget``,
+    ``kept`` and ``target`` (mean gate, and its target), ``kept_by_layer``, ``dropped`` (share of gates below the
     threshold), ``temperature``, ``norm`` (of the gradient), ``tokens`` and ``seconds``.
 
     Raises
     ------
     TypeError, ValueError
         An argument has the wrong type or value, the model has no gates, the texts are too short, there are fewer
-        batches than steps, or the checkpoint is of another recipe.
+        batches than steps, or the checkpoint has another recipe.
     FloatingPointError
-        The loss is not finite; the parameters are those before that step.
+        The loss is not finite; the parameters are as before that step.
     """
     steps, every = checks.whole(steps, "steps", 1), checks.whole(every, "every", 1)
     shrink = steps if shrink is None else checks.whole(shrink, "shrink", 1)
@@ -106,7 +106,7 @@ def train(model: nn.Module, batches: Iterable[Any], *, steps: int, ratio: float,
     if trainable is not None:
         checks.choice(trainable, "trainable", TRAINABLE)
         if trainable == "all" and teacher is None:
-            raise ValueError("trainable='all' needs a teacher: the model with open gates would move along")
+            raise ValueError("trainable='all' needs a teacher: the model with open gates would change in training")
     if resume and checkpoint is None:
         raise ValueError("resume needs a checkpoint, got None")
     path = None if checkpoint is None else Path(checkpoint)
@@ -126,7 +126,7 @@ def train(model: nn.Module, batches: Iterable[Any], *, steps: int, ratio: float,
             for step in range(len(history), steps):
                 batch = next(given, None)
                 if batch is None:
-                    raise ValueError(f"batches must have one for every step, {steps}, got {step}")
+                    raise ValueError(f"batches must have one per step, {steps}, got {step}")
                 if random is not None:
                     _restore_random(random)
                     random = None
@@ -150,7 +150,7 @@ def train(model: nn.Module, batches: Iterable[Any], *, steps: int, ratio: float,
 
 def _step(objective: Distillation, optimizer: Any, learned: dict[str, Any], batch: Any, target: float, clip: float,
           autocast: torch.dtype | None, step: int) -> dict[str, Any]:
-    """One step, which waits for the device once; its log."""
+    """One step, which waits for the device once; returns its log."""
     device = next(iter(learned.values())).device
     named = batch if isinstance(batch, dict) else {"input_ids": batch}
     named = {name: named[name].to(device) for name in ("input_ids", "attention_mask") if named.get(name) is not None}
@@ -169,8 +169,8 @@ def _step(objective: Distillation, optimizer: Any, learned: dict[str, Any], batc
 
 
 def _prepared(model: Any, trainable: str | None, objective: Callable[[], Distillation]) -> Distillation:
-    """The objective of a model whose parameters are trained as asked; of gates of 16 bits, in float32. What raises has
-    changed nothing."""
+    """The objective of a model, with the requested parameters trainable and 16-bit gates converted to float32. If it
+    raises, nothing has changed."""
     before = {p: p.requires_grad for p in model.parameters()} if isinstance(model, nn.Module) else {}
     try:
         if trainable is not None and before:
@@ -190,7 +190,7 @@ def _prepared(model: Any, trainable: str | None, objective: Callable[[], Distill
 
 
 def _optimizer(gates: list[RetentionGate], learned: dict[str, Any], rates: tuple[float, float]) -> tuple[Any, bool]:
-    """And whether it has nothing but gates."""
+    """The optimizer, and whether it trains only gates."""
     own = {id(p) for gate in gates for p in gate.parameters()}
     groups = [[p for p in learned.values() if (id(p) in own) == gated] for gated in (True, False)]
     return torch.optim.AdamW([{"params": group, "lr": rate} for group, rate in zip(groups, rates) if group],
@@ -198,7 +198,7 @@ def _optimizer(gates: list[RetentionGate], learned: dict[str, Any], rates: tuple
 
 
 def _set_modes(model: nn.Module, only_gates: bool) -> None:
-    """A frozen model has no dropout; activation checkpointing of transformers asks its modules for training mode."""
+    """A frozen model has no dropout, but activation checkpointing of transformers requires modules in training mode."""
     model.train(not only_gates)
     for gate in gates_of(model).values():
         gate.train()
@@ -232,7 +232,7 @@ def _temperatures(value: Any) -> tuple[float, float] | None:
 
 def _save(path: Path, recipe: dict[str, Any], learned: dict[str, Tensor], optimizer: Any,
           history: list[dict[str, Any]]) -> None:
-    """Written beside it first: an interruption leaves the one before."""
+    """Written to another file first, so that an interruption leaves the previous one intact."""
     random = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [])]
     beside = path.with_name(f"{path.name}.new")
     torch.save({"recipe": recipe, "parameters": {name: p.detach() for name, p in learned.items()},
@@ -242,7 +242,7 @@ def _save(path: Path, recipe: dict[str, Any], learned: dict[str, Tensor], optimi
 
 def _load(path: Path, recipe: dict[str, Any], learned: dict[str, Tensor], optimizer: Any,
           history: list[dict[str, Any]]) -> list[Tensor]:
-    """Take over what a checkpoint holds; the random states are for later."""
+    """Restore a checkpoint, except the random states, which are restored later."""
     saved = torch.load(path, map_location="cpu", weights_only=True)
     for name, value in recipe.items():
         if saved["recipe"][name] != value:

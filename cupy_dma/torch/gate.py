@@ -5,9 +5,9 @@
     evaluation   log g = 0 where r > 0, -inf elsewhere
     out          = attention(q, k, v, mask=from_gate(log g, delay, threshold), bias=log g, bias_delay=delay)
 
-``log g (B, Hkv, N)`` is a delayed key bias (specification, section 16): keys at a distance below ``delay`` are always
-visible, and later a key counts as much as its gate is open. The form, the noise and the numbers are those of DMS
-(arXiv 2506.05345), there as logits of eviction, ``-r``.
+``log g (B, Hkv, N)`` is a delayed key bias (specification, section 16): keys nearer than ``delay`` are always visible;
+farther keys count in proportion to their gates. Form, noise and constants are those of DMS (arXiv 2506.05345), which
+expresses them as logits of eviction, ``-r``.
 """
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from cupy_dma.torch.registration import own_type
 
 
 class Gates(NamedTuple):
-    """What a ``RetentionGate`` says about tokens."""
+    """The output of a ``RetentionGate``."""
 
     log_gate: Tensor  # (B, Hkv, N) float32 (float64 for float64 parameters): 0 is open
-    kept: Tensor  # (Hkv,): the mean gate, of tokens that are neither padding nor sinks; 1 if there are none
+    kept: Tensor  # (Hkv,): the mean gate of tokens that are neither padding nor sinks; 1 if there are none
 
 
 class RetentionGate(Layer):
@@ -43,29 +43,28 @@ class RetentionGate(Layer):
     hidden : int, optional
         Width of a hidden layer with GELU; None: linear.
     delay : int
-        Keys at a distance below this are visible, whatever their gates; at least 1. DMS trains with 512, FastDMS with
-        256; evicting at once was found to fail.
+        Keys nearer than this are visible, whatever their gates; at least 1. DMS trains with 512, FastDMS with 256;
+        immediate eviction was found to fail.
     sinks : int
         The gates of the first tokens of every sequence are open.
     threshold : float
-        In training, keys whose ``log_gate`` is below this are left out of the mask from distance ``delay`` on, which
-        changes an output by at most the weight that they had: about ``exp(threshold)`` for each, relative to an open
-        one. Below 0.
+        In training, keys whose ``log_gate`` is below this are masked from distance ``delay`` on. This changes an output
+        by at most the weight that they had: about ``exp(threshold)`` each, relative to an open one. Below 0.
     temperature : float
         In training: the lower, the closer gates are to 0 and 1.
     offset, gain : float
-        Of the logit. Gates begin open, with the logit ``offset``; ``gain`` multiplies the learning rate. With noise,
-        a share of ``1 / (1 + exp(offset))`` is closed at first, 0.7 % by default.
+        Of the logit. Gates start open, with the logit ``offset``; ``gain`` multiplies the learning rate. With noise, a
+        share of ``1 / (1 + exp(offset))`` is closed at first, by default 0.7 %.
     device, dtype
-        Of the parameters. Keep them in float32: logits are computed in float32 at least, and steps of a small learning
-        rate are lost in 16 bits.
+        Of the parameters. Keep them in float32: logits are computed in at least float32, and small learning steps are
+        lost in 16 bits.
 
     Attributes
     ----------
     proj : nn.Linear, or nn.Sequential of two
-        Its last weights and bias are zeros at first.
+        Its last weights and bias are zero at first.
     enabled : bool
-        False: all gates are open, in training, too, and ``attend`` is plain causal attention.
+        If False, all gates are open, even in training, and ``attend`` is plain causal attention.
     delay, sinks, threshold, temperature, offset, gain
         May be changed later.
 
@@ -76,8 +75,8 @@ class RetentionGate(Layer):
 
     Notes
     -----
-    Noise comes from torch's global generator unless ``forward`` is given another. ``train()`` and ``eval()`` of the
-    gate itself decide between soft and hard.
+    Noise comes from torch's global generator unless ``forward`` gets another. ``train()`` and ``eval()`` of the gate
+    itself select soft or hard gates.
     """
 
     CHECKS: ClassVar[dict[str, Check]] = {
@@ -102,7 +101,7 @@ class RetentionGate(Layer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise the parameters anew: open gates."""
+        """Reset the parameters: open gates."""
         *first, last = [self.proj] if self.hidden is None else [self.proj[0], self.proj[2]]
         for layer in first:
             layer.reset_parameters()
@@ -116,13 +115,13 @@ class RetentionGate(Layer):
         Parameters
         ----------
         x : Tensor ``(B, N, width)``
-            The layer's input. It is normalised here (RMSNorm without weights), whether or not it has been before.
+            The layer's input. It is normalised here (RMSNorm without weights), even if it has been already.
         padding : bool or 0/1 integer Tensor ``(1|B, past + N)``, optional
-            True or 1 = a real token; what ``x`` holds of the others has no influence.
+            True or 1 = a real token; the contents of other tokens have no influence.
         documents : int Tensor ``(1|B, past + N)``, optional
-            Ids of packed sequences, equal for the tokens of one. Each has sinks of its own.
+            Ids of packed sequences, equal within a sequence. Each sequence has its own sinks.
         past : int
-            Tokens before ``x``, of the same sequences.
+            Number of tokens before ``x`` in the same sequences.
         generator : torch.Generator, optional
             Of the noise in training, on ``x``'s device.
 
@@ -161,24 +160,24 @@ class RetentionGate(Layer):
         return Gates(log_gate, torch.where(count > 0, (gate * decided).sum((0, 2)) / count.clamp(min=1), 1.0))
 
     def mask(self, log_gate: Tensor) -> IntervalMask:
-        """Which queries see the keys with these gates ``(B, Hkv, Lk)``: those nearer than ``delay``, and the others
-        too unless the gate is closed. It is causal."""
+        """The causal mask of keys with these gates ``(B, Hkv, Lk)``: a query sees keys nearer than ``delay``, and
+        farther ones unless their gate is closed."""
         return IntervalMask.from_gate(log_gate.detach(), delay=self.delay, threshold=self.threshold)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, log_gate: Tensor, *, mask: Any = None,
                **options: Any) -> Any:
-        """Causal attention in which keys count as much as their gates are open, from distance ``delay`` on.
+        """Causal attention in which keys from distance ``delay`` on count in proportion to their gates.
 
         Parameters
         ----------
         query : Tensor ``(B, Lq, H, D)``
-            The last one stands at the last key.
+            The last query stands at the last key.
         key, value : Tensor ``(B, Lk, Hkv, D)``
         log_gate : Tensor ``(B, Hkv, Lk)``
             Of all keys. In training it is the bias and gets a gradient; in evaluation gates are open or closed, and
-            the mask says all.
+            the mask alone expresses them.
         mask : IntervalMask, optional
-            What queries may see besides: padding, documents.
+            Further restrictions: padding, documents.
         **options
             Of ``cupy_dma.attention``: ``scale``, ``softcap``, ``sink_logits``, ``return_lse``, ``deterministic``,
             ``backend``.
@@ -207,7 +206,7 @@ class RetentionGate(Layer):
 
     def _counts(self, x: Tensor, padding: Tensor | None, documents: Tensor | None,
                 past: int) -> tuple[Tensor | None, Tensor | None]:
-        """bool ``(1|B, N)``: which tokens' gates decide, and which tokens are sinks. None: all, and none."""
+        """bool ``(1|B, N)`` each: tokens whose gates are used, and sinks. None: all, and none."""
         if not isinstance(x, Tensor) or not x.is_floating_point():
             raise TypeError(f"x must be a floating torch tensor, got {getattr(x, 'dtype', type(x).__name__)}")
         if x.ndim != 3 or x.shape[2] != self.width:

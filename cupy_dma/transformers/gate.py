@@ -3,8 +3,8 @@
     log g = retention_gate(hidden_states)      of the attention module's own input
     out   = attention under these gates        see ``cupy_dma.torch.RetentionGate``
 
-A gate closes ``delay`` positions after its token, and is known from its token on, so a step of generation needs the
-gates of earlier tokens. ``FullGatedCache`` has them; its memory grows like that of any full cache.
+A gate takes effect ``delay`` positions after its token but is known immediately, so a generation step needs the gates
+of earlier tokens. ``FullGatedCache`` stores them; its memory grows like that of any full cache.
 """
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class FullGatedLayer(DynamicLayer):
         self.log_gate: Tensor | None = None  # (B, Hkv, tokens so far)
 
     def append_gates(self, log_gate: Tensor, past: int) -> Tensor:
-        """Add the gates of new tokens ``(B, Hkv, N)`` behind those of ``past`` ones. Returns all."""
+        """Add the gates of new tokens ``(B, Hkv, N)`` after those of ``past`` ones. Returns all."""
         stored = 0 if self.log_gate is None else self.log_gate.shape[2]
         if stored != past:
             raise RuntimeError(f"the cache has {past} earlier keys and {stored} gates of them: a call has failed, or "
@@ -68,11 +68,11 @@ class FullGatedLayer(DynamicLayer):
 
 
 class FullGatedCache(FullCache):
-    """transformers' ``DynamicCache``, with the gates of all tokens beside their keys and values.
+    """transformers' ``DynamicCache``, with the gates of all tokens in addition to their keys and values.
 
-    It keeps every row, and queries see those that the gates leave: cached generation computes what a forward pass over
-    the whole text does. ``generate`` makes one by itself for models converted with ``policy="gate"``; make one to go on
-    with it in another call.
+    It keeps every row, and queries see the keys with open gates: cached generation computes the same as a forward pass
+    over the whole text. ``generate`` creates one automatically for models converted with ``policy="gate"``; create one
+    yourself to continue with it in another call.
 
     Parameters
     ----------
@@ -108,15 +108,15 @@ class FullGatedCache(FullCache):
 
 
 class GateCall:
-    """The gates of one forward pass of a layer, made when its attention knows the mask; a layer that attends several
-    times (DiffLlama) has the same ones each time."""
+    """The gates of one forward pass of a layer, computed when its attention knows the mask; a layer that attends
+    several times (DiffLlama) reuses them."""
 
     def __init__(self, hidden_states: Tensor, layer: FullGatedLayer | None) -> None:
         self._hidden_states, self._layer = hidden_states, layer
         self._found: Tensor | None = None
 
     def log_gate(self, gate: RetentionGate, keys: int, seen: Visibility | None) -> Tensor:
-        """``(B, Hkv, keys)``: of earlier tokens, too."""
+        """``(B, Hkv, keys)``, including earlier tokens."""
         if self._found is None:
             past = keys - self._hidden_states.shape[1]
             if past and self._layer is None:
@@ -133,9 +133,9 @@ class GateCall:
 
 def gated_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, seen: Visibility | None,
                     **settings: Any) -> Tensor:
-    """``out (B, Q, H, D)`` of a layer with a gate, under what its model's mask shows."""
+    """``out (B, Q, H, D)`` of a layer with a gate, under its model's mask."""
     if seen is not None and not seen.is_aligned:
-        raise NotImplementedError("a layer with a gate takes no static cache: give the model a FullGatedCache")
+        raise NotImplementedError("a layer with a gate supports no static cache: give the model a FullGatedCache")
     gate = getattr(module, GATE)
     log_gate = module.gate_call.log_gate(gate, key.shape[1], seen)
     return gate.attend(query, key, value, log_gate, mask=None if seen is None else seen.interval(), **settings)

@@ -329,17 +329,17 @@ def test_what_does_not_fit():
     assert all(p.requires_grad for p in plain.parameters())
     with pytest.raises(ValueError, match="trainable='all' needs a teacher"):
         run(model_of(), 2, trainable="all")
-    with pytest.raises(ValueError, match="teacher must be given where other parameters"):
+    with pytest.raises(ValueError, match="teacher must be given if parameters other"):
         run(model_of(trainable="all"), 2, trainable=None)
     with pytest.raises(ValueError, match="teacher must be in evaluation mode"):
         run(model_of(), 2, teacher=small.model_of("llama").train())
-    with pytest.raises(ValueError, match="batches must have one for every step, 3, got 2"):
+    with pytest.raises(ValueError, match="batches must have one per step, 3, got 2"):
         retrofit.train(model_of(), texts(2), steps=3, ratio=2, progress=False)
-    with pytest.raises(ValueError, match="texts must be longer than the delay of the gates, 4"):
+    with pytest.raises(ValueError, match="texts must be longer than the gates' delay, 4"):
         retrofit.train(model_of(), texts(2, length=4), steps=2, ratio=2, progress=False)
     scaled = model_of()
     scaled.lm_head.register_forward_hook(lambda module, given, logits: 2 * logits)
-    with pytest.raises(ValueError, match="the logits of LlamaForCausalLM are not what its head makes"):
+    with pytest.raises(ValueError, match="the logits of LlamaForCausalLM are not those of its head"):
         run(scaled, 2)
     for name, value in (("steps", 0), ("ratio", 0.5), ("rate", 0.0), ("clip", -1.0), ("chunk", 0), ("weight", -1.0),
                         ("temperature", (0.1, 0.0)), ("trainable", "base"), ("linear", "log"), ("every", 0),

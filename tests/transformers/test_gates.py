@@ -199,7 +199,7 @@ def test_caches_that_do_not_fit():
         other = model(input_ids=ids[:, :20], **full_cache(model))[small.CACHE]
         with pytest.raises(NotImplementedError, match="needs the gates of earlier keys: give the model a FullGatedCa"):
             model(input_ids=ids[:, 20:], **{small.CACHE: other})
-        with pytest.raises(NotImplementedError, match="takes no static cache"):
+        with pytest.raises(NotImplementedError, match="supports no static cache"):
             model.generate(ids, max_new_tokens=2, cache_implementation="static", pad_token_id=0)
         broken = dmt.FullGatedCache(model.config)
         model(input_ids=ids[:, :20], **{small.CACHE: broken})

@@ -50,7 +50,7 @@ def test_what_tma_cannot_read(answers):
 
 
 def test_descriptors_that_hold_addresses_in_another_way_raise():
-    with pytest.raises(RuntimeError, match="TMA descriptors hold addresses in a way that is not known"):
+    with pytest.raises(RuntimeError, match="stores addresses in TMA descriptors in an unknown way"):
         descriptor(lambda *arguments: 0)
 
 

@@ -62,7 +62,7 @@ def _relocated(rows: Operand, shape: tuple[int, ...], strides: tuple[int, ...],
     words = [struct.unpack(f"{MAP_BYTES // 8}Q", x) for x in (first, second)]
     places = [i for i, pair in enumerate(zip(*words)) if pair[0] != pair[1]]
     if len(places) != 1 or tuple(x[places[0]] for x in words) != _ADDRESSES:
-        raise RuntimeError("this driver's TMA descriptors hold addresses in a way that is not known; please report it")
+        raise RuntimeError("this driver stores addresses in TMA descriptors in an unknown way; please report it")
     at = 8 * places[0]
     return Packed(first[:at] + bytes(8) + first[at + 8:], ((at, cast(Ref, rows.pointer)),))
 
