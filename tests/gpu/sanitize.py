@@ -27,12 +27,12 @@ import numpy as np
 import cupy_dma as dma
 from cupy_dma.arrays import numpy_dtype
 from cupy_dma.backends import cuda
-from cupy_dma.backends.cuda.attention import sm90_schedule
+from cupy_dma.backends.cuda.attention import sm90_schedule, sm90_stored
 from cupy_dma.backends.cuda.attention.sm90_backward import QuerySplits
 from cupy_dma.backends.cuda.attention.sm90_tiles import TILES, HopperTile
 from cupy_dma.backends.cuda.decode import step
 from cupy_dma.backends.cuda.runtime.device import CudaRuntime
-from cupy_dma.backends.cuda.runtime.program import fresh
+from cupy_dma.backends.cuda.runtime.program import fresh, overridden
 from cupy_dma.backward import attention_backward, key_scores_backward, varlen_attention_backward
 from tests.gpu.sm90_tiles import portable, taken
 from tests.oracle import cases, delay_cases, reference, schedule_cases, selection_cases, varlen_cases
@@ -225,8 +225,8 @@ def delays() -> int:
 
 
 def hopper_backward() -> int:
-    """The Hopper gradients in two passes and in one, on two SMs, so that CTAs go on from tile to tile, and on many, so
-    that tiles are taken in parts."""
+    """The Hopper gradients in two passes, also from stored dS in chunks, and in one, on two SMs, so that CTAs go on
+    from tile to tile, and on many, so that tiles are taken in parts."""
     if not cuda.runtime.hopper(0):
         return 0
     count, chosen = 0, [c for c in cases.CASES if c.name.startswith(HOPPER_NAMES)][share]
@@ -237,6 +237,9 @@ def hopper_backward() -> int:
                 gradients = cases.run_backward(case, cupy.asarray, with_dlse=True)
                 cases.check_backward(case, [None if g is None else cupy.asnumpy(g) for g in gradients], with_dlse=True)
             count += len(chosen) + (super_tiles() if sms == 2 else 0)
+            if not one_pass:
+                with overridden(stored=True), mock.patch.object(sm90_stored, "MAX_STORED", 1 << 19):
+                    count += super_tiles()
     return count
 
 

@@ -9,7 +9,8 @@ import pytest
 
 import cupy_dma as dma
 from cupy_dma.backends import cuda
-from cupy_dma.backends.cuda.attention import sm90_backward
+from cupy_dma.backends.cuda.attention import sm90_backward, sm90_stored
+from cupy_dma.backends.cuda.runtime import program
 from cupy_dma.backward import attention_backward
 from tests.gpu.sm90_tiles import portable
 from tests.gpu.test_forward import converter, draw, draw_scores, host
@@ -75,6 +76,34 @@ def test_as_the_portable_kernel(torch, kind, head_dim, dtype, one_pass):
     assert bool(launch.call_args.args[-1]) is (one_pass and head_dim <= 128 and kind not in ("dense", "tiles"))
     with portable():
         expected = attention_backward(*arguments, **options)
+    for name, ours, other in zip(found._fields, found, expected):
+        if ours is not None:
+            error = ((ours.double() - other.double()).norm() / other.double().norm()).item()
+            assert error < 1e-3, f"{name}: {error:.1e}"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("kind", "head_dim", "heads"), [
+    ("lists", 24, (4, 4)), ("lists", 64, (4, 2)), ("softcap", 96, (6, 2)), ("increasing", 128, (8, 2)),
+    ("lists", 128, (4, 2))])
+def test_stored_ds(torch, kind, head_dim, heads, dtype, fresh_programs):
+    """As by the query pass; the same bits in chunks and on few SMs, 50 times."""
+    arguments, options = problem(torch, kind, head_dim, 4000, *heads, dtype=getattr(torch, dtype))
+    with schedule_cases.hopper_gradients(False):
+        expected = attention_backward(*arguments, **options)
+        with program.overridden(stored=True), mock.patch.object(sm90_stored, "launch",
+                                                                side_effect=sm90_stored.launch) as launch:
+            found = attention_backward(*arguments, **options)
+            chunks = launch.call_args.args[3]
+            bytes_of_list = sm90_stored.STEP_BYTES * chunks.tiles * chunks.steps * heads[0] // heads[1]
+            for i in range(50):
+                few, most = (3, 132)[i % 2], (1, 5, chunks.count)[i % 3] * bytes_of_list
+                with schedule_cases.num_sms(few), mock.patch.object(sm90_stored, "MAX_STORED", most):
+                    again = attention_backward(*arguments, **options)
+                torch.cuda.synchronize()
+                assert launch.call_args.args[3].size <= (1, 5, chunks.count)[i % 3]
+                for name, x, y in zip(found._fields, found, again):
+                    assert x is None or torch.equal(x, y), (i, name)
     for name, ours, other in zip(found._fields, found, expected):
         if ours is not None:
             error = ((ours.double() - other.double()).norm() / other.double().norm()).item()

@@ -10,7 +10,15 @@ from typing import Any
 
 import pytest
 
-from cupy_dma.backends.cuda.attention import flash_decode, sm90, sm90_backward, sm90_tiles, split, tiles
+from cupy_dma.backends.cuda.attention import (
+    flash_decode,
+    sm90,
+    sm90_backward,
+    sm90_stored,
+    sm90_tiles,
+    split,
+    tiles,
+)
 from cupy_dma.backends.cuda.decode import step
 from cupy_dma.backends.cuda.runtime import configs, disk_cache, jit, sums
 from cupy_dma.backends.cuda.runtime.params import Params
@@ -302,6 +310,20 @@ def test_hopper_key_gradients_do_so_too(head_dim, keys, intervals, sequences, dq
         block_q=sm90_backward.block_q(head_dim, dquery, narrow), stages=sm90_backward.STAGES,
         key_stages=sm90_backward.key_stages(head_dim, dquery), sequences=sequences, bits=bits, dquery=dquery),
         allowed=256 if bits else 1184 if delay and dquery else 1056 if head_dim <= 64 else 352 if dquery else 256)
+
+
+@needs_compiler
+@pytest.mark.parametrize(("head_dim", "heads", "features", "delay"), [
+    case(128, 2, FEATURES[0], False, quick=True), case(64, 1, FEATURES[1], True, quick=False),
+    case(40, 4, FEATURES[2], False, quick=False), case(128, 4, FEATURES[3], False, quick=False),
+    case(128, 1, FEATURES[0], True, quick=False)])
+def test_those_that_store_ds_do_so_too(head_dim, heads, features, delay):
+    config = sm90_backward.HopperBackwardDkvConfig(
+        **hopper_gradients(head_dim, features, delay), keys="KEYS_LISTED", intervals=True, block_q=64,
+        stages=sm90_backward.STAGES, key_stages=2, sequences=False, bits=False, dquery=False, stored=True)
+    check_asynchronous(config, allowed=256)
+    check_asynchronous(sm90_stored.HopperBackwardDqStoredConfig(
+        "__nv_bfloat16", head_dim, heads, sm90_stored.BLOCK_N, sm90_stored.stages(head_dim)), allowed=0)
 
 
 def check_hopper_kernel(config: sm90.HopperForwardConfig) -> None:

@@ -3,6 +3,7 @@
     checks.py                 what catches them: tests of tests/emulator/tests, and probes of their own
     faults_sm90.py            faults by the kernel they break: the Hopper forward,
     faults_sm90_backward.py   the Hopper key gradients,
+    faults_sm90_stored.py     the Hopper query gradient from stored dS,
     faults_attention.py       the portable attention kernels,
     faults_select.py          scores and selection,
     faults_lists.py           key lists,

@@ -33,6 +33,7 @@ from tests.emulator.tests import (  # noqa: E402
     test_lifetimes,
     test_numerics,
     test_sm90_backward,
+    test_sm90_stored,
     test_strides_and_reuse,
     test_varlen,
 )
@@ -345,6 +346,16 @@ def sm90_backward_runs(keys: slice, start: int, stop: int) -> Callable[[], None]
     return sm90_backward(length=400, window=0, mask=dma.IntervalMask(*runs))
 
 
+def sm90_stored(lists: int = 0, **options: Any) -> Callable[[], None]:
+    """Gradients of ``test_sm90_backward`` from stored dS, of so many lists at a time."""
+    def check() -> None:
+        with test_sm90_stored.stored(lists=lists, sms=2, order=emulator.Order("random", "random", 1)):
+            found = test_sm90_backward.gradients("emulator", **options)
+        test_sm90_backward.check(found, **options)
+
+    return check
+
+
 def sm90_backward_test(test: Callable[..., None], *arguments: Any) -> Callable[[], None]:
     check = elsewhere(test, *arguments)
 
@@ -431,6 +442,11 @@ OWN: dict[str, Callable[[], None]] = {
     "sm90 backward[empty tiles]": sm90_backward_runs(slice(128, None), 0, 0),
     "sm90 backward[parts]": sm90_backward_parts(
         5, 5, window=0, causal=True, length=300, queries=900, heads=(3, 1), bias=np.ones((1, 1, 300), np.float32)),
+    "sm90 stored": sm90_stored(heads=(4, 2), length=500), "sm90 stored[3 heads]": sm90_stored(heads=(3, 1), length=501),
+    "sm90 stored[chunks]": sm90_stored(lists=1, length=500),
+    "sm90 stored[40 blocks]": test_sm90_stored.many_blocks,
+    "sm90 stored[unseen]": test_sm90_stored.test_rows_and_keys_that_do_not_count_may_hold_anything,
+    "sm90 stored[a bad key]": test_sm90_stored.test_a_bad_key_leaves_rows_that_see_nothing_zero,
     "sm90 backward[D40]": sm90_backward(window=0, length=200, head_dim=40),
     "sm90 backward[softcap]": sm90_backward(softcap=3.0),
     "sm90 backward[a bad super-tile]": bad_super_tile,

@@ -17,6 +17,7 @@ from tests.emulator.mutations import (
     faults_select,
     faults_sm90,
     faults_sm90_backward,
+    faults_sm90_stored,
 )
 
 build = pytest.importorskip("tests.emulator.build")
@@ -25,8 +26,8 @@ pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(buil
 from tests import emulator  # noqa: E402
 from tests.emulator.mutations.checks import CHECKS, OWN  # noqa: E402
 
-FAULTS = [*faults_sm90.FAULTS, *faults_sm90_backward.FAULTS, *faults_attention.FAULTS, *faults_select.FAULTS,
-          *faults_lists.FAULTS, *faults_decode.FAULTS]
+FAULTS = [*faults_sm90.FAULTS, *faults_sm90_backward.FAULTS, *faults_sm90_stored.FAULTS, *faults_attention.FAULTS,
+          *faults_select.FAULTS, *faults_lists.FAULTS, *faults_decode.FAULTS]
 
 
 @pytest.fixture(autouse=True)

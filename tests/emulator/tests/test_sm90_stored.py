@@ -137,6 +137,39 @@ def test_rows_and_keys_that_do_not_count_may_hold_anything():
     assert not found.query[:, blank].any() and np.isfinite(found.query).all() and np.isfinite(found.key).all()
 
 
+def test_a_bad_key_leaves_rows_that_see_nothing_zero():
+    """Some in a step of its block, some in a tile without any block."""
+    runs = np.array([[0] * 400 + [300] * 100, [100] * 100 + [0] * 300 + [500] * 100], np.int32)
+    mask = with_bound(dma.IntervalMask(*runs[:, None, None]), (100, 0))
+
+    def spoil(q: Any, k: Any, v: Any, dout: Any) -> None:
+        k[:, 20] = np.nan
+
+    with stored():
+        found = gradients("emulator", window=0, length=500, mask=mask, spoil=spoil)
+    assert np.isnan(found.query[:, :100]).all() and not found.query[:, 100:300].any()
+
+
+def with_bound(mask: dma.IntervalMask, bound: tuple[int, int]) -> dma.IntervalMask:
+    """So many keys meet a query, and so many more each query that follows."""
+    start, stop, hints = mask._runs
+    return dma.IntervalMask._make(mask.library, start, stop, hints._replace(bound=bound))
+
+
+def many_blocks() -> None:
+    """Twenty new keys for each query make lists of more than 32 blocks: a tile looks at the steps of 32 at once."""
+    first = 5700 + np.arange(6000, dtype=np.int32) // 20
+    mask = with_bound(dma.IntervalMask(first[None, None], first[None, None] + 4), (100, 20))
+    options: dict[str, Any] = {"window": 0, "queries": 300, "length": 6000, "head_dim": 16, "mask": mask}
+    with stored():
+        check(gradients("emulator", **options), **options)
+
+
+def test_many_blocks(launched):
+    many_blocks()
+    assert launched.called
+
+
 def test_a_bad_value_reaches_the_queries_that_see_it_only():
     def spoil(q: Any, k: Any, v: Any, dout: Any) -> None:
         v[:, 250] = np.inf
