@@ -73,6 +73,11 @@ FAULTS = [
     # ---- dense masks ----
     Fault("the word of another warp", "sm80/gather.cuh", "WARP_ROWS * 16 / HEADS / 32][column]",
           "WARP_ROWS * 16 / 32][column]", "test_forward_grid[mask-dense]"),
+    Fault("a row gets the delta of its neighbor", "sm80/backward_preprocess.cu", "lane % GROUPS * LANES", "0",
+          "test_backward_grid[float32-D40]"),
+    Fault("rows behind the last query are read", "sm80/backward_preprocess.cu",
+          "min(first + r * GROUPS + lane / LANES, p.query_length - 1)", "first + r * GROUPS + lane / LANES",
+          "test_backward_grid[float32-D40]"),
     Fault("keys that no query sees get no gradient", "sm80/backward_reduce.cu", "supers == 1 && slots[0] >= 0) return",
           "supers == 1) return", "test_a_bad_row_behind_a_dense_mask"),
     Fault("super-tiles that do not see a key are added", "sm80/backward_reduce.cu", "return slot < 0 ? -1 : row",

@@ -30,6 +30,7 @@ from cupy_dma.backends.cuda.runtime.builder import Array, Builder
 from cupy_dma.backends.cuda.runtime.configs import (
     BIAS_DENSE,
     ELEMENTS,
+    PREPROCESS_QUERIES,
     REDUCE_THREADS,
     REDUCE_WARPS,
     BackwardDbiasConfig,
@@ -184,7 +185,8 @@ class _Backward:
         else:
             preprocess = BackwardPreprocessConfig(element=self.element, head_dim=self.head_dim, vector=passes.vector)
             build.launch(build.load(preprocess, "backward_preprocess"),
-                         blocks(self.batch * self.length * self.heads, REDUCE_WARPS), REDUCE_THREADS,
+                         blocks(self.batch * blocks(self.length, PREPROCESS_QUERIES) * self.heads, REDUCE_WARPS),
+                         REDUCE_THREADS,
                          self.problem.pack(None, **fields) + cleared)
             if "query" in call.needs and not passes.one_pass and passes.stored is None:
                 if passes.hopper_query:
