@@ -125,7 +125,7 @@ class Event:
     """A point in a stream."""
 
     def __init__(self, stream: int, index: int):
-        """Recorded behind all work queued so far on the raw ``stream`` of device ``index``."""
+        """Recorded after all work queued so far on the raw ``stream`` of device ``index``."""
         self._handle, self._destroy = ctypes.c_void_p(), library().cuEventDestroy_v2
         _checked("cuCtxPushCurrent", library().cuCtxPushCurrent_v2(_context(index)))
         try:

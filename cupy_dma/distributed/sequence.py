@@ -211,8 +211,8 @@ def shard_mean(total: Tensor, count: Any, group: Any = None, *, gradients: str =
     group
         As for ``shard_sequence``.
     gradients
-        ``"mean"``: the optimizer averages the parameters' gradients over ranks, as DistributedDataParallel and FSDP do,
-        over this group or a larger one that contains it. ``"sum"``: it sums them.
+        ``"mean"``: the parameters' gradients will be averaged over ranks, as by DistributedDataParallel and FSDP, over
+        this group or a larger one that contains it. ``"sum"``: they will be summed.
 
     Returns
     -------

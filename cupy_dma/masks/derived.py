@@ -19,7 +19,7 @@ _lock, _trimming = threading.Lock(), threading.Lock()
 class History(NamedTuple):
     """What a mask records about its entries besides their values."""
 
-    events: dict[Any, driver.Event]  # by key: recorded behind the kernels that make the entry
+    events: dict[Any, driver.Event]  # by key: recorded after the kernels that make the entry
     captured: list[Any]  # entries that graphs read
 
 

@@ -42,7 +42,7 @@ __device__ __forceinline__ void from_float(__half& y, float x) { y = __float2hal
 __device__ __forceinline__ void from_float(__nv_bfloat16& y, float x) { y = __float2bfloat16_rn(x); }
 __device__ __forceinline__ void from_float(float& y, float x) { y = x; }
 
-// One of two elements in a word, 0 for the lower half. A float32 is a bfloat16 with zeros behind it: shifted or masked
+// One of two elements in a word, 0 for the lower half. A float32 is a bfloat16 followed by zeros: shifted or masked
 // it takes one instruction, where the conversion takes two.
 __device__ __forceinline__ float half_of(unsigned word, int side, const __half*) {
     return __half2float(__ushort_as_half(static_cast<unsigned short>(side ? word >> 16 : word)));
@@ -64,7 +64,7 @@ __device__ __forceinline__ float exp2_fast(float x) {
 }
 
 // ---- loads that stay where they are written ----
-// ld.global.v4.u32 of 16 aligned bytes; zeros and no access unless `exists`. The compiler does not move it behind MMAs
+// ld.global.v4.u32 of 16 aligned bytes; zeros and no access unless `exists`. The compiler does not move it past MMAs
 // and other instructions of this file, so loads that are written together are in flight together.
 __device__ __forceinline__ uint4 load_16(const void* global, bool exists) {
     uint4 x;

@@ -26,8 +26,8 @@ __device__ __forceinline__ float tanh_of(float y) {
     return fabsf(y) < 0.25f ? near : far;
 }
 
-// c * tanh(x / c), with an absolute error of about 1e-7 c: for kernels without the registers for tanh_of; skipped for
-// large c.
+// c * tanh(x / c), with an absolute error of about 1e-7 c: for kernels without the registers for tanh_of, which are
+// not used for large c.
 __device__ __forceinline__ float softcapped(float x, float cap, float two_log2e_over_cap) {
     return cap - __fdividef(2.0f * cap, exp2_fast(x * two_log2e_over_cap) + 1.0f);
 }

@@ -7,9 +7,9 @@
 //   compact_seen  those keys in order: index, interval (CAUSAL applied); where each chunk's begin
 //   tile_lists    per tile of `queries` positions: its full keys in order from the front of its list, its partial
 //                 keys in order from the back, and the two counts (for a mask with few keys per tile). If there is a
-//                 single chunk it reads all keys and needs no compact_seen (`seen` null)
+//                 single chunk, it reads all keys and needs neither kernel above (`seen` null)
 //   super_lists   per super-tile of `super_queries` positions: first the keys whose lifetime ends within it, by their
-//                 stop, then the keys that see all of it, then those that start within it; and for each key its slots
+//                 stop, then those seen by all of it, then those that start within it; and for each key its slots
 //                 in the lists of its super-tiles (backward pass; count_seen and compact_seen then count these slots
 //                 too)
 //   summarize     per BLOCK_N compacted keys: lowest and highest start and stop (for sequences without a bound, or if
@@ -28,7 +28,7 @@ struct ListParams {
     const int* start;
     const int* stop;
     int4* chunk_info;   // (rows, chunks): keys, lowest start, highest stop, keys of earlier chunks
-    int* seen;          // (rows, key_length): compacted indices, behind them those of the other keys
+    int* seen;          // (rows, key_length): compacted indices, followed by those of the other keys
     int2* interval;     // (rows, key_length): their start and stop
     int* seen_count;    // (rows)
     int* list;          // (rows, tiles, capacity)
@@ -258,7 +258,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) tile_lists(const ListParam
 }
 
 // Kinds of a super-tile's keys, in the order of its list: those that end within it, in BINS bins by their stop, so that
-// tiles of them need few of the queries; those that see all of it; those that start within it.
+// tiles of them need few of the queries; those seen by all of it; those that start within it.
 constexpr int BINS = 30, SEES_ALL = BINS, COMES = BINS + 1, KINDS = 32;
 
 // The lanes of this warp whose kind equals this lane's.

@@ -39,7 +39,7 @@ __device__ __forceinline__ int integer_at(const void* array, int is_int64, int i
     return is_int64 ? static_cast<int>(static_cast<const long long*>(array)[index]) : static_cast<const int*>(array)[index];
 }
 
-// The last of the sequences has no keys, and the query rows behind all others.
+// The last of the sequences has no keys, and the query rows after all others.
 extern "C" __global__ void __launch_bounds__(THREADS) sequence_bounds(const BoundsParams p) {
     wait_for_earlier_kernels();
     const int b = blockIdx.x * THREADS + threadIdx.x, n = p.sequences, last = n - 1;

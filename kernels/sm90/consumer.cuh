@@ -247,7 +247,7 @@ struct Consumer {
         change(logits);
     }
 
-    // Likewise, and the mask.
+    // Softcap, bias and mask.
     template <int fragments>
     __device__ __forceinline__ void finish_logits(const BlockInfo& block) {
         make_logits<fragments>();
@@ -345,7 +345,7 @@ struct Consumer {
     }
 
     // After `exponentiate`, before its exponentials are used: whether some are too large. The branch that depends on it
-    // also keeps the assembler from moving them behind the wait for the output MMAs.
+    // also keeps the assembler from moving them past the wait for the output MMAs.
     __device__ __forceinline__ bool needs_rescale() const {
         return __any_sync(ALL_LANES, fmaxf(sum[0], sum[1]) > largest_sum());
     }

@@ -194,8 +194,8 @@ __device__ __forceinline__ KeyBias fetch_bias(const AttentionParams& p, const Pl
 }
 
 // A bias in units of Q K^T, or of log 2, that p = 2^(unit * s - m) can represent: if m cannot hold a product, half its
-// last place is left as an exponent. So below -FAR, biases become powers of 2, whose products are exact; not nearer to
-// 0, where a lower lse would make probabilities of the backward pass infinite. q . k makes no difference there.
+// last place is left as an exponent. So below -FAR, biases are rounded to powers of 2, whose products are exact; towards
+// 0, because a lower lse would make probabilities of the backward pass infinite. q . k makes no difference there.
 // Rounding towards zero makes no new infinity.
 __device__ __forceinline__ float bearable_bias(float bias, float inverse_unit) {
     constexpr float FAR = 134217728.0f;

@@ -17,7 +17,7 @@ constexpr int QUERY_THREAD = 96, BLOCK_INFO_THREAD = 64;
 // A block of keys.
 struct Block {
     int first;  // index of its first key in the list; negative: there is no block
-    int end;  // index behind its last key, or behind the end of its list
+    int end;  // index one past its last key, or past the end of its list
     int unmasked;  // as in BlockInfo
 #if ORDERED
     int first_key, last_key;  // 0 and -1 if the block is not filled, or has both full and partial keys

@@ -26,16 +26,16 @@ def test_a_training_step():
 def test_other_gpus_take_the_portable_kernels():
     text = dma.explain(TRAINING, DescribedDevice("sm_80"))
     assert "sm80/forward.cu" in text and "sm90" not in text
-    assert "not taken: Hopper forward: no Hopper GPU" in text
-    assert "not taken: Hopper gradients of keys: no Hopper GPU" in text
+    assert "not used: Hopper forward: no Hopper GPU" in text
+    assert "not used: Hopper gradients of keys: no Hopper GPU" in text
 
 
 def test_why_kernels_are_not_taken():
     with fresh(hopper=False):
         text = dma.explain("H=8/8 N=512 D=64 float16 backward")
-    assert "not taken: Hopper forward: Overrides.hopper is False" in text
-    assert "not taken: Hopper forward: float32 elements" in dma.explain("H=8 N=512 float32")
-    assert "not taken: few queries: the Hopper kernel is faster" in dma.explain("H=32/8 Lq=8 Lk=65536")
+    assert "not used: Hopper forward: Overrides.hopper is False" in text
+    assert "not used: Hopper forward: float32 elements" in dma.explain("H=8 N=512 float32")
+    assert "not used: few queries: the Hopper kernel is faster" in dma.explain("H=32/8 Lq=8 Lk=65536")
     assert entries(dma.explain("H=8/8 Lq=1 Lk=65536")) == ["flash_decode"]
 
 

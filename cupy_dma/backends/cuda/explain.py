@@ -188,4 +188,4 @@ def _described(title: str, build: Builder, program: Program) -> Iterator[str]:
         else:
             yield f"  {'set to zero':<20} {step.size:,} bytes"
     for note in dict.fromkeys(build.notes):
-        yield f"  not taken: {note}"
+        yield f"  not used: {note}"

@@ -72,8 +72,8 @@ def can_serve(runtime: Runtime, index: int, call: AttentionCall, problem: Proble
 
 def _cannot(call: AttentionCall, problem: Problem) -> list[str]:
     against = {"packed sequences": call.sequences is not None, "a dense mask": problem.bits,
-               "a bias of every query": problem.bias_kind == BIAS_DENSE,
-               "masks or biases of single query heads": problem.by_head, "no keys": problem.key_length == 0}
+               "a dense bias": problem.bias_kind == BIAS_DENSE,
+               "masks or biases per query head": problem.by_head, "no keys": problem.key_length == 0}
     return [reason for reason, holds in against.items() if holds]
 
 

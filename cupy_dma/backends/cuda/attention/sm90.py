@@ -92,7 +92,7 @@ def reasons(build: Builder, call: AttentionCall, problem: Problem) -> list[str]:
         "float32 elements": problem.size != 2, "a paged KV cache": problem.page_size != 0,
         "rows that are not aligned to 16 bytes": not problem.vector,
         f"a scale below {SMALLEST_SCALE:.1e}": call.scale < SMALLEST_SCALE,
-        "a float32 bias of every query": problem.bias_kind == BIAS_DENSE and problem.bias_element == "float",
+        "a float32 dense bias": problem.bias_kind == BIAS_DENSE and problem.bias_element == "float",
         "no keys": problem.params["key_length"] == 0, "row strides of 2^29 elements or more": not _strides_fit(problem)}
     found = [reason for reason, holds in against.items() if holds]
     if not found and wanted is None and not _pays(call, problem, build.num_sms):

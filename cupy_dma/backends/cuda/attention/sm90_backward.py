@@ -116,7 +116,7 @@ def _against(build: Builder, call: AttentionBackwardCall, problem: Problem, vect
     against = {
         "Overrides.hopper is False": build.overrides.hopper is False, "no Hopper GPU": not build.is_hopper,
         "float32 elements": problem.size != 2, "rows that are not aligned to 16 bytes": not vector,
-        "a bias of every query": problem.bias_kind == BIAS_DENSE,
+        "a dense bias": problem.bias_kind == BIAS_DENSE,
         "a delayed bias under a dense mask": problem.bits and problem.delay,
         f"a softcap outside {MIN_SOFTCAP:g} to {MAX_SOFTCAP:g}":
             softcap != 0.0 and not MIN_SOFTCAP <= softcap <= MAX_SOFTCAP}
@@ -136,7 +136,7 @@ def reasons_keys(build: Builder, call: AttentionBackwardCall, problem: Problem, 
     """Why ``launch_dkv`` does not take the gradients of a call's keys, values and bias."""
     found = _against(build, call, problem, vector)
     if problem.by_head:
-        found.append("masks or biases of single query heads")
+        found.append("masks or biases per query head")
     if problem.bits and call.forward.query.shape[1] > MAX_DENSE_QUERIES:
         found.append(f"a dense mask of more than {MAX_DENSE_QUERIES} queries")
     return found or ([] if _maps(call, UNIT_QUERIES, 1) is not None else ["rows that TMA cannot read"])

@@ -30,13 +30,13 @@ class Packed(NamedTuple):
     refs: tuple[tuple[int, Ref], ...] = ()  # at which byte
 
     def __add__(self, other: Packed | bytes) -> Packed:  # type: ignore[override]
-        """With ``other`` behind it."""
+        """Followed by ``other``."""
         more = Packed(other) if isinstance(other, bytes) else other
         at = len(self.data)
         return Packed(self.data + more.data, self.refs + tuple((at + i, ref) for i, ref in more.refs))
 
     def padded(self, multiple: int) -> Packed:
-        """With zeros up to a multiple of so many bytes."""
+        """Zero-padded to a multiple of this many bytes."""
         return self._replace(data=self.data + bytes(-len(self.data) % multiple))
 
 
