@@ -2,17 +2,15 @@
 same bits every time, and what must not reach them. Everything here is marked ``gpu``."""
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 import cupy_dma as dma
-from cupy_dma.arrays import numpy_dtype
 from cupy_dma.backends.cuda.attention import backward_chunks, sm90_backward
 from cupy_dma.backends.cuda.runtime.program import fresh
 from cupy_dma.backward import attention_backward, dynamic_mask_attention_backward, key_scores_backward
 from tests.gpu.sm90_tiles import portable
 from tests.gpu.test_forward import FORWARD, converter, draw, draw_scores, host
-from tests.oracle import cases, reference
+from tests.oracle import cases, score_cases
 
 pytestmark = pytest.mark.gpu
 
@@ -102,21 +100,7 @@ def test_long_sequences(torch, kind, head_dim, dtype):
 @pytest.mark.parametrize("form", ["exp", "linear"])
 @pytest.mark.parametrize("shape", [(2, 333, 1, 64), (1, 1000, 8, 128), (2, 77, 3, 33), (1, 100, 20, 64), (1, 0, 2, 8)])
 def test_key_scores_backward(dtype, form, shape):
-    rng = np.random.default_rng(0)
-    batch, length, heads, size = shape
-    value = rng.standard_normal(shape).astype(numpy_dtype(dtype))
-    weight = (rng.standard_normal((heads, heads * size)) / np.sqrt(heads * size)).astype(np.float32)
-    a, offset = rng.standard_normal(heads).astype(np.float32), rng.standard_normal(heads).astype(np.float32)
-    dscores = rng.standard_normal((batch, heads, length)).astype(np.float32)
-    dscores[rng.random(dscores.shape) < 0.2] = 0
-    move = converter("cupy")
-    found = key_scores_backward(*map(move, (dscores, value, weight, a)), dt_bias=move(offset), form=form)
-    wide = [x.astype(np.float64) for x in (dscores, value, weight, a)]
-    expected = key_scores_backward(*wide, dt_bias=offset.astype(np.float64), form=form)
-    for name, g, ref in zip(("value", "dt_proj", "A", "dt_bias"), as_numpy(found), expected):
-        largest = np.abs(ref).max(initial=0.0)
-        roundings = reference.one_rounding(largest, g.dtype) + 2e-5 * max(largest, 1.0)
-        assert np.abs(g.astype(np.float64) - ref).max(initial=0.0) <= roundings, name
+    score_cases.check_backward(shape, dtype, form, converter("cupy"), host)
 
 
 def test_the_whole_chain(torch):
@@ -284,21 +268,6 @@ def test_rows_that_see_nothing(torch):
     again = attention_backward(dout, q, k, v, out, lse, mask=mask, bias=scores, deterministic=True)
     assert torch.equal(first.key, again.key) and torch.equal(first.value, again.value)
     assert torch.equal(first.bias, again.bias) and torch.equal(first.query[:, 80:], again.query[:, 80:])
-
-
-@pytest.mark.parametrize("needs", [("query",), ("key",), ("value",), ("bias",), ("query", "bias"), ("key", "value")])
-def test_only_what_is_asked_for(torch, needs):
-    q, k, v = draw(torch, 700, 700, 4, 2, 64)
-    scores = draw_scores(torch, 1, 2, 700)
-    mask = dma.IntervalMask.top_w(scores, 80)
-    out, lse = dma.attention(q, k, v, mask=mask, bias=scores, return_lse=True)
-    dout = torch.randn_like(out)
-    everything = attention_backward(dout, q, k, v, out, lse, mask=mask, bias=scores, deterministic=True)
-    some = attention_backward(dout, q, k, v, out, lse, mask=mask, bias=scores, needs=needs, deterministic=True)
-    for name in everything._fields:
-        assert (getattr(some, name) is None) == (name not in needs)
-        if name in needs:
-            assert torch.equal(getattr(some, name), getattr(everything, name))
 
 
 def test_memory_is_linear(torch):

@@ -3,21 +3,22 @@ allocators. Everything here is marked ``gpu``."""
 from __future__ import annotations
 
 import gc
-from concurrent.futures import ThreadPoolExecutor
+import itertools
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 
 import cupy_dma as dma
-from cupy_dma.arrays import Device, library_named, numpy_dtype
+from cupy_dma.arrays import Device, library_named
 from cupy_dma.backends import cuda
 from cupy_dma.backends.cuda.runtime import jit, launch
 from cupy_dma.backends.cuda.runtime.configs import LayoutConfig
 from cupy_dma.backends.cuda.runtime.program import fresh
 from tests.gpu.gate import held
 from tests.gpu.sm90_tiles import portable
-from tests.oracle import cases, reference, selection_cases
+from tests.oracle import bad_rows, cases, reference, score_cases, selection_cases
+from tests.unit.test_arrays import Producer
 from tests.unit.test_selection import problems
 
 pytestmark = pytest.mark.gpu
@@ -56,16 +57,14 @@ def draw_scores(torch, batch, heads, length, seed=1, device="cuda"):
 @pytest.mark.parametrize("case", FORWARD, ids=str)
 def test_forward_grid(case, name):
     pytest.importorskip(name)
-    out, lse = cases.run(case, converter(name))
-    cases.check(case, host(out), host(lse), tf32=True)
+    cases.check(case, *map(host, cases.run(case, converter(name))), tf32=True)
 
 
 @pytest.mark.parametrize("case", FORWARD, ids=str)
 def test_forward_grid_of_portable_kernels(case):
     pytest.importorskip("cupy")
     with portable():
-        out, lse = cases.run(case, converter("cupy"))
-    cases.check(case, host(out), host(lse), tf32=True)
+        cases.check(case, *map(host, cases.run(case, converter("cupy"))), tf32=True)
 
 
 @pytest.mark.parametrize("case", [c for c in FORWARD if c.name.startswith(("bfloat16-D", "float32-D", "mask-", "heads-",
@@ -73,8 +72,7 @@ def test_forward_grid_of_portable_kernels(case):
 @pytest.mark.parametrize("limit", [99, 163])
 def test_tiles_of_smaller_gpus(case, limit):
     with portable(shared_memory=limit * 1024):
-        out, lse = cases.run(case, converter("cupy"))
-    cases.check(case, host(out), host(lse), tf32=True)
+        cases.check(case, *map(host, cases.run(case, converter("cupy"))), tf32=True)
 
 
 def _sample_check(torch, q, k, v, mask, bias, out, lse, rows, softcap=0.0):
@@ -131,24 +129,8 @@ def test_more_than_2_to_31_elements(torch):
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("name", ["key", "value"])
 @pytest.mark.parametrize("kind", ["causal", "top_w", "window"])
-def test_a_bad_row_reaches_only_the_queries_that_see_it(torch, name, bad, kind):
-    n, where = 300, 150
-    q, k, v = draw(torch, n, n, 4, 2, 64)
-    clean = {"key": k.clone(), "value": v.clone()}
-    {"key": k, "value": v}[name][0, where, 0, 5] = bad
-    scores = draw_scores(torch, 1, 2, n)
-    scores[0, 0, where] = 1.2  # kept for some time, but not for ever
-    mask = {"causal": dma.IntervalMask.causal(n, like=q), "top_w": dma.IntervalMask.top_w(scores, 40),
-            "window": dma.IntervalMask.sliding_window(n, 50, like=q)}[kind]
-    out = dma.attention(q, k, v, mask=mask)
-    good = dma.attention(q, clean["key"], clean["value"], mask=mask)
-    sees = mask.to_dense(n).expand(1, 2, n, n)[0, 0, :, where]
-    assert sees.any() and not sees.all()
-    for h in (0, 1):  # the heads of kv head 0
-        assert torch.equal(out[0, ~sees, h], good[0, ~sees, h])
-        if name == "value":
-            assert not torch.isfinite(out[0, sees, h, 5]).any()
-    assert torch.equal(out[:, :, 2:], good[:, :, 2:])
+def test_a_bad_row_reaches_only_the_queries_that_see_it(name, bad, kind):
+    bad_rows.check(kind, name, bad, converter("cupy"), host, dtype="bfloat16", n=300, heads=(4, 2), head_dim=64)
 
 
 def test_a_key_nobody_sees_changes_no_bit(torch):
@@ -168,63 +150,23 @@ def test_a_key_nobody_sees_changes_no_bit(torch):
 @given(problems(max_length=40))
 @settings(max_examples=60, deadline=None)
 def test_selection_is_the_definition(problem):
-    import cupy
-
-    scores, window, padding, documents = problem
-    moved = [None if x is None else cupy.asarray(x) for x in (scores, padding, documents)]
-    expected = reference.top_w_dense(scores, window, "prefix", padding, documents, scores.shape[2])
     for counted in (False, True):
         with selection_cases.counting(counted):
-            mask = dma.IntervalMask.top_w(moved[0], window, padding=moved[1], documents=moved[2])
-        assert np.array_equal(np.broadcast_to(cupy.asnumpy(mask.to_dense(scores.shape[2])), expected.shape), expected)
+            selection_cases.check_definition(problem, converter("cupy"), host)
 
 
-def _scores(kind: str, heads: int, n: int) -> np.ndarray:
-    rng = np.random.default_rng(n + heads)
-    s = rng.standard_normal((1, heads, n)).astype(np.float32)
-    match kind:
-        case "increasing":
-            return np.sort(s)
-        case "decreasing":
-            return np.ascontiguousarray(np.sort(s)[..., ::-1])
-        case "equal":
-            return np.zeros_like(s)
-        case "recency":
-            return s + (12 * np.arange(n) / n).astype(np.float32)
-        case "bursty":
-            return s + np.repeat(rng.standard_normal((1, heads, -(-n // 50))) * 3, 50, axis=-1)[..., :n].astype("f4")
-        case "rounded":
-            return s.astype(numpy_dtype("bfloat16")).astype(np.float32)
-        case "relu":
-            return np.maximum(s, 0) * np.where(rng.random(s.shape) < 0.5, 1, -1).astype(np.float32)
-        case "special":
-            s[rng.random(s.shape) < 0.02] = np.nan
-            s[rng.random(s.shape) < 0.02] = np.inf
-            s[rng.random(s.shape) < 0.4] = -np.inf
-    return s
-
-
-KINDS = ["iid", "increasing", "decreasing", "equal", "recency", "bursty", "rounded", "relu", "special"]
+KINDS = ["iid", "increasing", "decreasing", "equal", "ties", "recency", "bursty", "rounded", "relu",
+         "special"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("length", "window"), [(1, 1), (1023, 1), (1025, 7), (4096, 1024), (5000, 4999), (9001, 256),
                                                 (40000, 1000), (70001, 3000), (40000, (1000, 60))])
 def test_selection_of_long_sequences(kind, length, window):
-    """Against the heap of the NumPy backend, which is tested against the definition; with padding and documents."""
-    import cupy
-
-    scores = _scores(kind, 2, length)
-    rng = np.random.default_rng(length)
-    padding = rng.random((1, length)) < 0.8
-    documents = np.cumsum(rng.random((1, length)) < 5 / length, axis=-1).astype(np.int32)
-    for options in ({}, {"padding": padding}, {"documents": documents}, {"padding": padding, "documents": documents}):
-        expected = dma.IntervalMask.top_w(scores, window, **options)
-        moved = {name: cupy.asarray(x) for name, x in options.items()}
-        for counted in (False, True):
-            with selection_cases.counting(counted):
-                mask = dma.IntervalMask.top_w(cupy.asarray(scores), window, **moved)
-            assert np.array_equal(cupy.asnumpy(mask.stop), expected.stop)
+    scores = selection_cases.awkward_scores(kind, 2, length)
+    for options, counted in itertools.product(selection_cases.options_of(length), (False, True)):
+        with selection_cases.counting(counted):
+            selection_cases.check_stop(scores, window, converter("cupy"), host, **options)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
@@ -232,17 +174,8 @@ def test_selection_of_long_sequences(kind, length, window):
 @pytest.mark.parametrize("shape", [(2, 333, 1, 64), (1, 1000, 8, 128), (2, 77, 3, 33), (1, 100, 20, 64), (1, 0, 2, 8),
                                    (1, 300, 3, 40)])
 def test_key_scores(dtype, form, shape):
-    rng = np.random.default_rng(0)
-    _, _, heads, size = shape
-    value = rng.standard_normal(shape).astype(numpy_dtype(dtype))
-    weight = (rng.standard_normal((heads, heads * size)) / np.sqrt(size)).astype(np.float32)
-    a, offset = rng.standard_normal(heads).astype(np.float32), rng.standard_normal(heads).astype(np.float32)
-    move = converter("cupy")
-    for projection in (weight, weight.astype(np.float16), weight.astype(numpy_dtype("bfloat16"))):
-        got = host(dma.key_scores(move(value), move(projection), move(a), dt_bias=move(offset), form=form))
-        expected = reference.key_scores(value, projection, a, offset, form)
-        assert got.dtype == np.float32 and got.shape == (shape[0], heads, shape[1])
-        np.testing.assert_allclose(got, expected, rtol=2e-5, atol=1e-6)
+    for weights in ("float32", "float16", "bfloat16"):
+        score_cases.check(shape, dtype, form, weights, converter("cupy"), host)
 
 
 def test_the_same_bits_every_time(torch):
@@ -252,22 +185,6 @@ def test_the_same_bits_every_time(torch):
     for _ in range(20):
         again = dma.dynamic_mask_attention(q, k, v, dt_proj=weights, A=a, window=300, return_lse=True)
         assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
-
-
-def test_heads_and_batch_can_be_permuted(torch):
-    q, k, v = draw(torch, 300, 300, 4, 4, 64, batch=3)
-    scores = draw_scores(torch, 3, 4, 300)
-    out = dma.dynamic_mask_attention(q, k, v, scores, window=50)
-    b, h = [2, 0, 1], [3, 1, 0, 2]
-    moved = dma.dynamic_mask_attention(*(x[b][:, :, h] for x in (q, k, v)), scores[b][:, h], window=50)
-    assert torch.equal(out[b][:, :, h], moved)
-
-
-def test_a_wide_window_is_dense_causal_attention(torch):
-    q, k, v = draw(torch, 700, 700, 2, 1, 64)
-    scores = draw_scores(torch, 1, 1, 700)
-    everything = dma.dynamic_mask_attention(q, k, v, scores, window=700)
-    assert torch.equal(everything, dma.attention(q, k, v, bias=scores, causal=True))
 
 
 # ---- refused ----
@@ -299,27 +216,6 @@ def test_torch_cuda_graph(torch):
         scores.copy_(draw_scores(torch, 1, 2, 500, seed=seed))
         graph.replay()
         assert torch.equal(out, chain(q, k, v, scores))
-
-
-@pytest.mark.usefixtures("uncollected")
-def test_cupy_graph():
-    import cupy
-
-    rng = np.random.default_rng(0)
-    x = cupy.asarray(rng.standard_normal((1, 300, 2, 64)).astype(np.float16))
-    scores = cupy.asarray(rng.standard_normal((1, 2, 300)).astype(np.float32))
-    stream = cupy.cuda.Stream(non_blocking=True)
-    with stream:
-        expected = chain(x, x, x, scores)
-        pool = [chain(x, x, x, scores) for _ in range(3)]  # the stream's pool has blocks for the capture
-        del pool
-        stream.begin_capture()
-        out = chain(x, x, x, scores)
-        graph = stream.end_capture()
-        out.fill(0)
-        graph.launch(stream)
-    stream.synchronize()
-    assert cupy.array_equal(out, expected)
 
 
 @pytest.mark.parametrize("length", [400, 3000])
@@ -359,17 +255,6 @@ def test_kernels_that_come_early_wait_for_those_ahead(torch, monkeypatch, length
         assert torch.equal(out, expected)
 
 
-def test_a_thread_of_its_own(torch):
-    """Which has done nothing with CUDA before."""
-    q, k, v = draw(torch, 500, 500, 4, 2, 64)
-    scores = draw_scores(torch, 1, 2, 500)
-    expected = chain(q, k, v, scores)
-    torch.cuda.synchronize()
-    with ThreadPoolExecutor(2) as pool:
-        found = [*pool.map(lambda _: chain(q, k, v, scores), range(8))]
-    assert all(torch.equal(out, expected) for out in found)
-
-
 def test_a_launch_that_fails_names_the_kernel():
     kernel = cuda.runtime.load(LayoutConfig("__half"), "fragment_layout", 0)
     params = jit.params("common/check_fragment_layout.cu", "LayoutParams").pack(x=0, ok=0)
@@ -401,20 +286,6 @@ def test_a_call_that_waits_is_seen():
     stream = cupy.cuda.Stream(non_blocking=True)
     with pytest.raises(AssertionError, match="waited for the stream"), held(stream.ptr, limit=0.1):
         stream.synchronize()
-
-
-def test_cupy_runs_on_the_current_stream():
-    import cupy
-
-    rng = np.random.default_rng(0)
-    x = cupy.asarray(rng.standard_normal((1, 300, 2, 64)).astype(np.float16))
-    scores = cupy.asarray(rng.standard_normal((1, 2, 300)).astype(np.float32))
-    expected = chain(x, x, x, scores)
-    cupy.cuda.Device().synchronize()
-    with cupy.cuda.Stream(non_blocking=True) as stream:
-        got = chain(x, x, x, scores)
-    stream.synchronize()
-    assert cupy.array_equal(expected, got)
 
 
 def test_key_lists_are_per_stream(torch, fresh_programs):
@@ -476,23 +347,7 @@ def test_a_device_that_is_not_current(name):
 def test_dlpack_producers_get_their_own_kind_back():
     import cupy
 
-    class Wrapped:
-        def __init__(self, array):
-            self.array = array
-
-        def __dlpack__(self, **options):
-            return self.array.__dlpack__(**options)
-
-        def __dlpack_device__(self):
-            return self.array.__dlpack_device__()
-
-        def __array_namespace__(self):
-            class Namespace:
-                from_dlpack = staticmethod(lambda x: Wrapped(cupy.from_dlpack(x)))
-
-            return Namespace
-
     x = cupy.asarray(np.random.default_rng(0).standard_normal((1, 100, 2, 64)).astype(np.float16))
-    out = dma.attention(*(Wrapped(x) for _ in range(3)), causal=True)
-    assert isinstance(out, Wrapped)
-    assert cupy.array_equal(out.array, dma.attention(x, x, x, causal=True))
+    out = dma.attention(*(Producer(x, cupy) for _ in range(3)), causal=True)
+    assert isinstance(out, Producer)
+    assert cupy.array_equal(out._array, dma.attention(x, x, x, causal=True))

@@ -1,10 +1,11 @@
 """The Hopper forward (kernels/sm90) on a GPU that has it: the same grid as the portable kernels, whether it pays or
-not, and that no run differs from another. Everything here is marked ``gpu``; some of it also runs on the emulator, from
-test_emulator_hopper.py with a ``device`` and lengths of its own."""
+not, and that no run differs from another. Some of it
+also runs on the emulator, from tests/emulator/tests/test_sm90.py with a ``device`` and lengths of its own."""
 from __future__ import annotations
 
 import itertools
 from contextlib import ExitStack
+from unittest import mock
 
 import pytest
 
@@ -39,7 +40,7 @@ def device():
 
 
 @pytest.fixture
-def everything(monkeypatch, torch, fresh_programs):
+def everything(torch):
     """Every call that the kernel can serve goes to it, with the tile that is asked for; returns how many did."""
     served = []
     original = sm90.attention
@@ -50,11 +51,40 @@ def everything(monkeypatch, torch, fresh_programs):
 
     with ExitStack() as stack:
         def choose(tile, head_dims):
-            monkeypatch.setattr(sm90, "attention", attention)
+            stack.enter_context(mock.patch.object(sm90, "attention", attention))
             stack.enter_context(taken(tile, head_dims))
             return served
 
         yield choose
+
+
+def exact(torch, q, k, v, bias=None, softcap=0.0, scale=None, hidden=None):
+    """``out`` (Lq, H, D) and ``lse`` (H, Lq) of one sequence with one kv head, in float64."""
+    logits = torch.einsum("qhd,kd->hqk", q[0].double(), k[0, :, 0].double()) * (scale or q.shape[-1] ** -0.5)
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    if bias is not None:
+        logits += bias[0].double()
+    if hidden is not None:
+        logits.masked_fill_(hidden, -torch.inf)
+    return torch.einsum("hqk,kd->qhd", logits.softmax(-1).nan_to_num(0.0), v[0, :, 0].double()), logits.logsumexp(-1)
+
+
+def outside(torch, length, window, device):
+    """bool (L, L): the pairs that a sliding window hides."""
+    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
+    return (distance < 0) | (distance >= window)
+
+
+def lse_bound(q, bias):
+    """A sum begins at the bias and is cut off to 24 bits after every 16 products: more than the 16 halves of the last
+    bit that reference.py allows where D > 64."""
+    return (q.shape[-1] / 16 + 4) * 2**-23 * bias.abs().max() + 1e-5
+
+
+def check_close(found, expected):
+    """As another kernel: within a rounding of bfloat16."""
+    assert (found.float() - expected.float()).abs().max() <= 2**-7 * expected.float().abs().max()
 
 
 def thirds(chosen, tiles):
@@ -66,24 +96,18 @@ def thirds(chosen, tiles):
 @thirds(FORWARD, TILES)
 def test_forward_grid(case, tile, everything):
     everything(*TILES[tile])
-    out, lse = cases.run(case, converter("torch"))
-    cases.check(case, host(out), host(lse))
+    cases.check(case, *map(host, cases.run(case, converter("torch"))))
 
 
-@pytest.mark.parametrize("case", [c for c in FORWARD if c.mask in ("none", "causal")], ids=str)
-def test_contiguous_keys_without_the_copy_engine(case, everything, monkeypatch):
-    everything(*TILES["128x128"])
-    monkeypatch.setattr(sm90, "_maps", lambda call, block: None)
-    out, lse = cases.run(case, converter("torch"))
-    cases.check(case, host(out), host(lse))
-
-
-@pytest.mark.parametrize("case", [c for c in FORWARD if c.mask in ("top_w", "causal")], ids=str)
-def test_queries_without_the_copy_engine(case, everything, monkeypatch):
-    everything(*TILES["192x64"])
-    monkeypatch.setattr(sm90, "queries_map", lambda query, queries, heads: None)
-    out, lse = cases.run(case, converter("torch"))
-    cases.check(case, host(out), host(lse))
+@pytest.mark.parametrize(("tile", "name", "case"), [
+    (*own, case) for *own, masks in (("128x128", "_maps", ("none", "causal")),
+                                     ("192x64", "queries_map", ("top_w", "causal")))
+    for case in FORWARD if case.mask in masks], ids=str)
+def test_without_the_copy_engine(tile, name, case, everything, monkeypatch):
+    """For contiguous keys, and for queries."""
+    everything(*TILES[tile])
+    monkeypatch.setattr(sm90, name, lambda *arguments: None)
+    cases.check(case, *map(host, cases.run(case, converter("torch"))))
 
 
 @pytest.mark.parametrize("tile", TILES)
@@ -104,19 +128,11 @@ def test_logits_that_rise_and_fall(slope, softcap, masked, tile, everything, tor
             results.append(dma.attention(q, k, v, mask=mask, bias=bias, causal=True, softcap=softcap, return_lse=True))
     (out, lse), others = results
     assert torch.equal(out, others[0]) and torch.equal(lse, others[1])
-    logits = torch.einsum("qhd,kd->hqk", q[0].double(), k[0, :, 0].double()) / q.shape[-1] ** 0.5
-    if softcap:
-        logits = softcap * torch.tanh(logits / softcap)
-    logits += bias[0].double()
-    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
-    logits.masked_fill_((distance < 0) | (masked & (distance >= window)), -torch.inf)
-    expected = torch.einsum("hqk,kd->qhd", logits.softmax(-1), v[0, :, 0].double())
+    hidden = outside(torch, length, window if masked else length, device)
+    expected, expected_lse = exact(torch, q, k, v, bias, softcap, hidden=hidden)
     assert len(served) == 2
     assert (out[0].double() - expected).abs().max() < 2**-6 * v.abs().max()
-    # A sum begins at the bias and is cut off to 24 bits after every 16 products: more than the 16 halves of the last
-    # bit that reference.py allows where D > 64.
-    cuts = q.shape[-1] / 16 + 4
-    assert (lse[0].double() - logits.logsumexp(-1)).abs().max() < cuts * 2**-23 * bias.abs().max() + 1e-5
+    assert (lse[0].double() - expected_lse).abs().max() < lse_bound(q, bias)
 
 
 @pytest.mark.parametrize("masked", [True, False])
@@ -129,13 +145,11 @@ def test_softcaps_of_small_and_large_products(largest, masked, everything, torch
     scale = largest * cap / products.abs().max().item()
     mask = dma.IntervalMask.sliding_window(length, 300, like=q) if masked else None
     out, lse = dma.attention(q, k, v, mask=mask, causal=True, scale=scale, softcap=cap, return_lse=True)
-    logits = cap * torch.tanh(products * scale / cap)
-    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
-    logits.masked_fill_((distance < 0) | (masked & (distance >= 300)), -torch.inf)
-    expected = torch.einsum("hqk,kd->qhd", logits.softmax(-1), v[0, :, 0].double())
+    hidden = outside(torch, length, 300 if masked else length, device)
+    expected, expected_lse = exact(torch, q, k, v, None, cap, scale, hidden)
     assert served
     assert (out[0].double() - expected).abs().max() < 2**-7 * v.abs().max()
-    assert (lse[0].double() - logits.logsumexp(-1)).abs().max() < 2**-19 * min(largest, 1.0) * cap
+    assert (lse[0].double() - expected_lse).abs().max() < 2**-19 * min(largest, 1.0) * cap
 
 
 @pytest.mark.parametrize("tile", TILES)
@@ -148,17 +162,14 @@ def test_softcaps_of_products_that_change(masked, tile, everything, torch, devic
     scale = q.shape[-1] ** -0.5
     for part, size in zip(k[0, :, 0].split(128), sizes):
         part *= size * cap / (scale * torch.einsum("qhd,kd->hqk", q[0].double(), part.double()).abs().max().item())
-    products = torch.einsum("qhd,kd->hqk", q[0].double(), k[0, :, 0].double())
     bias = torch.randn(1, 1, length, device=device)
     mask = dma.IntervalMask.sliding_window(length, 600, like=q) if masked else None
     out, lse = dma.attention(q, k, v, mask=mask, bias=bias, causal=True, softcap=cap, return_lse=True)
-    logits = cap * torch.tanh(products * scale / cap) + bias[0].double()
-    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
-    logits.masked_fill_((distance < 0) | (masked & (distance >= 600)), -torch.inf)
-    expected = torch.einsum("hqk,kd->qhd", logits.softmax(-1), v[0, :, 0].double())
+    hidden = outside(torch, length, 600 if masked else length, device)
+    expected, expected_lse = exact(torch, q, k, v, bias, cap, scale, hidden)
     assert served
     assert (out[0].double() - expected).abs().max() < 2**-7 * v.abs().max()
-    assert (lse[0].double() - logits.logsumexp(-1)).abs().max() < 2**-19 * cap
+    assert (lse[0].double() - expected_lse).abs().max() < 2**-19 * cap
     assert torch.equal(out[:, 0], v[:, 0].expand_as(out[:, 0]))  # who sees one key has its value
 
 
@@ -168,7 +179,6 @@ def test_softcaps_of_values_near_the_largest(masked, tile, everything, torch, de
     """Exponentials that are not relative to a row's maximum would make its sums overflow: those of all rows, of one, or
     where the keys that set the running max are not the ones that matter."""
     served, length, cap = everything(*TILES[tile]), 700, 20.0
-    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
     for lowest, factor, logit, step in ((7.0, 2.0**114, 1.0, 0.0), (0.0, 2.0**112, 4.0, 0.0),
                                         (-2.0, 2.0**114, 1.0, 11.0)):
         q, k, v = draw(torch, length, length, 2, 1, TILES[tile][1][-1], device=device)
@@ -178,10 +188,7 @@ def test_softcaps_of_values_near_the_largest(masked, tile, everything, torch, de
         bias[..., 100:] += step
         mask = dma.IntervalMask.sliding_window(length, 600, like=q) if masked else None
         out = dma.attention(q, k, v, mask=mask, bias=bias, softcap=cap)
-        products = torch.einsum("qhd,kd->hqk", q[0].double(), k[0, :, 0].double())
-        logits = cap * torch.tanh(products * q.shape[-1] ** -0.5 / cap) + bias[0].double()
-        logits.masked_fill_(masked & ((distance < 0) | (distance >= 600)), -torch.inf)
-        expected = torch.einsum("hqk,kd->qhd", logits.softmax(-1), v[0, :, 0].double())
+        expected, _ = exact(torch, q, k, v, bias, cap, hidden=outside(torch, length, 600, device) if masked else None)
         assert (out[0].double() - expected).abs().max() < 2**-7 * v.abs().max()
     assert served
 
@@ -195,7 +202,7 @@ def test_tiles_of_one_block(head_dim, torch):
     with portable():
         expected = dma.attention(q, k, v, mask=mask)
     assert not torch.equal(out, expected)  # another kernel
-    assert (out.float() - expected.float()).abs().max() <= 2**-7 * expected.float().abs().max()
+    check_close(out, expected)
 
 
 @pytest.mark.parametrize("tile", TILES)
@@ -219,12 +226,7 @@ def test_lists_of_every_length(biased, tile, everything, torch, device, every=1)
         keys[0, stop == 0], values[0, stop == 0] = torch.nan, torch.nan
         out, lse = dma.attention(q, keys, values, mask=mask, bias=bias, return_lse=True)
 
-        logits = torch.einsum("qhd,kd->hqk", q[0].double(), k[0, :, 0].double()) / q.shape[-1] ** 0.5
-        if bias is not None:
-            logits += bias[0].double()
-        logits.masked_fill_(position[:, None] >= stop, -torch.inf)
-        expected = torch.einsum("hqk,kd->qhd", logits.softmax(-1).nan_to_num(0.0), v[0, :, 0].double())
-        expected_lse = logits.logsumexp(-1)
+        expected, expected_lse = exact(torch, q, k, v, bias, hidden=position[:, None] >= stop)
         assert (out[0].double() - expected).abs().max() < 2**-6 * v.abs().max(), (full, partial)
         seen = expected_lse > -torch.inf
         assert torch.equal(lse[0] > -torch.inf, seen), (full, partial)
@@ -247,7 +249,7 @@ def test_the_copy_engine_reads_views(torch):
                  (wide[:1, :1, :, :128].transpose(1, 2).expand(2, 6000, 1, 128),) * 2):
         expected, out = (dma.attention(q, *rows, causal=True) for rows in ((k.contiguous(), v.contiguous()), (k, v)))
         assert torch.equal(out, expected) or k.stride(0) == 0
-        assert (out.float() - expected.float()).abs().max() <= 2**-7 * expected.float().abs().max()
+        check_close(out, expected)
 
 
 @pytest.mark.parametrize("tile", [name for name, (tile, _) in TILES.items() if tile.block_m == 128])
@@ -303,7 +305,7 @@ def test_a_dense_bias_of_short_blocks(head_dim, everything, poison, torch, devic
         out = dma.attention(q, k, v, mask=mask, bias=bias)
         with portable():
             expected = dma.attention(q, k, v, mask=mask, bias=bias)
-        assert (out.float() - expected.float()).abs().max() <= 2**-7 * expected.float().abs().max(), seen
+        check_close(out, expected)
     assert len(served) == 3
 
 
@@ -328,7 +330,7 @@ def test_dense_bias_where_the_kernel_pays(head_dim, poison, torch, monkeypatch, 
         out, lse = dma.attention(q, k, v, mask=mask, bias=bias, causal=causal, return_lse=True)
         assert torch.equal(lse > -torch.inf, seen := expected_lse > -torch.inf)
         assert (lse - expected_lse)[seen].abs().max() < 1e-5
-        assert (out.float() - expected.float()).abs().max() <= 2**-7 * expected.float().abs().max()
+        check_close(out, expected)
     assert len(served) == 6
 
 
@@ -423,8 +425,7 @@ def test_short_tail_tiles_of_the_last_queries(tile, sms, everything, torch, devi
 def test_forward_grid_in_parts(case, tile, everything):
     everything(*TILES[tile])
     with schedule_cases.num_sms(31, split=True):
-        out, lse = cases.run(case, converter("torch"))
-    cases.check(case, host(out), host(lse))
+        cases.check(case, *map(host, cases.run(case, converter("torch"))))
 
 
 @pytest.mark.parametrize("tile", TILES)
@@ -456,19 +457,12 @@ def test_splits_of_logits_that_rise_and_fall(slope, tile, everything, torch, dev
         with schedule_cases.num_sms(sms, split=True) as splits:
             out, lse = dma.attention(q, keys, values, mask=mask, bias=bias, softcap=softcap, return_lse=True)
         assert splits == [sms]
-        logits = torch.einsum("qhd,kd->hqk", q[0].double(), k[0, :, 0].double()) / q.shape[-1] ** 0.5
-        if softcap:
-            logits = softcap * torch.tanh(logits / softcap)
-        logits += bias[0].double()
-        if mask is not None:
-            logits.masked_fill_(position[:, None] >= stop, -torch.inf)
-        expected = torch.einsum("hqk,kd->qhd", logits.softmax(-1).nan_to_num(0.0), v[0, :, 0].double())
-        expected_lse = logits.logsumexp(-1)
+        hidden = None if mask is None else position[:, None] >= stop
+        expected, expected_lse = exact(torch, q, k, v, bias, softcap, hidden=hidden)
         assert (out[0].double() - expected).abs().max() < 2**-6 * v.abs().max()
         seen = expected_lse > -torch.inf
         assert torch.equal(lse[0] > -torch.inf, seen) and bool(seen.all()) == (mask is None)
-        cuts = q.shape[-1] / 16 + 4  # as above
-        assert (lse[0].double() - expected_lse)[seen].abs().max() < cuts * 2**-23 * bias.abs().max() + 1e-5
+        assert (lse[0].double() - expected_lse)[seen].abs().max() < lse_bound(q, bias)
 
 
 @pytest.mark.parametrize("tile", TILES)
@@ -498,7 +492,7 @@ def test_heads_that_do_not_fit_into_l2(masked, tile, everything, torch, monkeypa
     with portable():
         expected, expected_lse = dma.attention(q, k, v, **options)
     for out, lse in (results[0], results[-1]):
-        assert (out.float() - expected.float()).abs().max() <= 2**-7 * expected.float().abs().max()
+        check_close(out, expected)
         torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-4)
     assert len(served) == len(results)
 
@@ -531,7 +525,7 @@ def test_sequences_agree_with_the_portable_kernel(torch, lengths, causal):
     out, lse = dma.varlen_attention(q, k, v, bounds, bounds, causal=causal, return_lse=True)
     assert not torch.equal(out, expected)  # another kernel
     assert (lse - expected_lse).abs().max() < 1e-5
-    assert (out.float() - expected.float()).abs().max() <= 2**-7 * expected.float().abs().max()
+    check_close(out, expected)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "window"), [
@@ -545,7 +539,7 @@ def test_agrees_with_the_portable_kernel(torch, heads, kv_heads, head_dim, windo
     out, lse = dma.attention(q, k, v, mask=mask, bias=scores, return_lse=True)
     assert not torch.equal(out, expected)  # another kernel
     assert (lse - expected_lse).abs().max() < 1e-5
-    assert (out.float() - expected.float()).abs().max() <= 2**-7 * expected.float().abs().max()
+    check_close(out, expected)
 
 
 def test_a_bias_that_a_tiny_scale_would_make_infinite(torch, everything, device):

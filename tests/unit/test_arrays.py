@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -20,10 +21,10 @@ def torch():
 
 
 class Producer:
-    """An array library that supports DLPack and nothing else."""
+    """An array of a ``library`` that supports DLPack and nothing else."""
 
-    def __init__(self, array):
-        self._array = array
+    def __init__(self, array, library=np):
+        self._array, self._library = array, library
 
     def __dlpack__(self, **options):
         return self._array.__dlpack__(**options)
@@ -32,13 +33,7 @@ class Producer:
         return self._array.__dlpack_device__()
 
     def __array_namespace__(self):
-        return Namespace
-
-
-class Namespace:
-    @staticmethod
-    def from_dlpack(array):
-        return Producer(np.from_dlpack(array))
+        return SimpleNamespace(from_dlpack=lambda x: Producer(self._library.from_dlpack(x), self._library))
 
 
 SOME = [case for case in cases.CASES if case.name.startswith((

@@ -3,8 +3,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -60,6 +61,34 @@ def elsewhere(test: Callable[..., None], *arguments: Any) -> Callable[[], None]:
     return check
 
 
+def drawn(queries: int, keys: int, heads: tuple[int, int] = (2, 1), size: int = 64, kind: Any = np.float16) -> Any:
+    """A generator, and query, key and value of one batch entry."""
+    rng = np.random.default_rng(0)
+    lengths = (queries, heads[0]), (keys, heads[1]), (keys, heads[1])
+    return rng, *(rng.standard_normal((1, n, h, size)).astype(kind) for n, h in lengths)
+
+
+def agrees(rows: Sequence[np.ndarray], error: float, tile: str | None = None, around: Any = None, writes: int = 1,
+           order: emulator.Order | None = None, **options: Any) -> np.ndarray:
+    """The output, which is that of the NumPy backend but for ``error``, and finite where that is. ``tile``: of the
+    Hopper kernel; ``around``: a context of the call; ``writes``: how often a result may be written."""
+    with contextlib.ExitStack() as stack:
+        if tile is not None:
+            gpu = stack.enter_context(emulator.hopper_gpu(order=order or emulator.Order()))
+            gpu.most_writes = writes
+            stack.enter_context(taken(*TILES[tile]))
+        stack.enter_context(around or contextlib.nullcontext())
+        found = dma.attention(*rows, **options, return_lse=True, backend="emulator")
+    wide = [x.astype("f8" if x.dtype.name == "bfloat16" else "f4") for x in rows]
+    expected = dma.attention(*wide, **options, return_lse=True, backend="numpy")
+    for ours, theirs, bound in zip(found, expected, (error, 1e-4)):
+        finite = np.isfinite(theirs)
+        bound *= max(1.0, np.abs(theirs[finite]).max()) if ours is found[1] else 1.0
+        assert np.array_equal(np.isfinite(ours.astype(theirs.dtype)), finite)
+        assert np.abs(ours[finite] - theirs[finite]).max() < bound
+    return found[0]
+
+
 def grid(name: str) -> Callable[[], None]:
     return elsewhere(test_forward.test_forward_grid, named(name))
 
@@ -98,23 +127,15 @@ def varlen_backward(name: str) -> Callable[[], None]:
 
 def lists_over_chunks() -> None:
     """A mask whose lists are made from two chunks of 2048 keys."""
-    rng = np.random.default_rng(0)
-    n, lq = 2200, 300
-    q, k = (rng.standard_normal((1, m, 1, 16)).astype(np.float16) for m in (lq, n))
-    mask = dma.IntervalMask.sliding_window(n, 90)
-    out = dma.attention(q, k, k, mask=mask, backend="emulator")
-    expected = dma.attention(q.astype("f4"), k.astype("f4"), k.astype("f4"), mask=mask, backend="numpy")
-    assert np.abs(out - expected).max() < 5e-3
+    agrees(drawn(300, 2200, (1, 1), 16)[1:], 5e-3, mask=dma.IntervalMask.sliding_window(2200, 90))
 
 
 def gathered_biases() -> None:
     """Biases of whole blocks of keys, with and without hidden keys between them; a last tile that is not full."""
-    rng = np.random.default_rng(0)
-    q, k = (rng.standard_normal((1, n, 1, 16)).astype(np.float16) for n in (70, 400))
+    rng, *rows = drawn(70, 400, (1, 1), 16)
     bias = rng.standard_normal((1, 1, 70, 400)).astype(np.float16)
     for mask in (np.broadcast_to(np.arange(400) % 3 == 0, (70, 400)).copy(), None):
-        out, expected = (dma.attention(q, k, k, mask=mask, bias=bias, backend=name) for name in ("emulator", "numpy"))
-        assert np.abs(out.astype("f4") - expected.astype("f4")).max() < 5e-3
+        agrees(rows, 5e-3, mask=mask, bias=bias)
 
 
 def backward_grid(name: str) -> Callable[[], None]:
@@ -138,21 +159,13 @@ def decoding(history: History | None = None, **options: Any) -> Callable[[], Non
 
 def flash_decode() -> None:
     """Several steps a warp, so that sums are rescaled."""
-    rng = np.random.default_rng(0)
-    q, k, v = (rng.standard_normal((1, n, h, 16)).astype(np.float16) for n, h in ((2, 4), (6000, 2), (6000, 2)))
-    out = dma.attention(3 * q, k, v, backend="emulator")
-    expected = dma.attention(*(x.astype("f4") for x in (3 * q, k, v)), backend="numpy")
-    assert np.abs(out - expected).max() < 3e-3
+    _, q, k, v = drawn(2, 6000, (4, 2), 16)
+    agrees((3 * q, k, v), 3e-3)
 
 
 def window_of_flash_decode() -> None:
     """Two queries, and one key that only the first of them sees, in a step of keys that both see or none."""
-    rng = np.random.default_rng(0)
-    q, k, v = (rng.standard_normal((1, n, h, 16)).astype(np.float16) for n, h in ((2, 4), (600, 2), (600, 2)))
-    mask = dma.IntervalMask.sliding_window(600, 90)
-    out = dma.attention(q, k, v, mask=mask, backend="emulator")
-    expected = dma.attention(*(x.astype("f4") for x in (q, k, v)), mask=mask, backend="numpy")
-    assert np.abs(out - expected).max() < 2e-3
+    agrees(drawn(2, 600, (4, 2), 16)[1:], 2e-3, mask=dma.IntervalMask.sliding_window(600, 90))
 
 
 def last_queries(queries: int) -> Callable[[], None]:
@@ -167,63 +180,43 @@ def sm90_forward(tile: str, kind: str, head_dim: int = 64, **options: Any) -> Ca
     """Several tiles, one after the other, the last of them cut by rows, with queries and outputs through TMA. ``lists``
     have full blocks and others; TMA also loads the keys of ``causal``, and consecutive ones of ``dense`` masks."""
     def check() -> None:
-        rng = np.random.default_rng(0)
-        q, k, v = (rng.standard_normal((1, 500, heads, head_dim)).astype(np.float16) for heads in (4, 2, 2))
+        rng, *rows = drawn(500, 500, (4, 2), head_dim)
         scores = rng.standard_normal((1, 2, 500)).astype(np.float32)
         more: dict[str, Any] = {"causal": {"causal": True}, "lists": {"bias": scores}}.get(kind, {}) | options
         more["mask"] = {"causal": lambda: None, "lists": lambda: dma.IntervalMask.top_w(scores, 150),
                         "window": lambda: dma.IntervalMask.sliding_window(500, 150),
                         "dense": lambda: rng.random((1, 1, 500, 500)) < 0.5}[kind]()
-        order = emulator.Order("random", "random", 1)
-        with emulator.hopper_gpu(order=order), taken(*TILES[tile]), schedule_cases.num_sms(5):
-            out = dma.attention(q, k, v, **more, backend="emulator")
-        expected = dma.attention(*(x.astype("f4") for x in (q, k, v)), **more, backend="numpy")
-        assert np.abs(out - expected).max() < 6e-3
+        agrees(rows, 6e-3, tile, schedule_cases.num_sms(5), order=emulator.Order("random", "random", 1), **more)
 
     return check
 
 
 def rising_logits() -> None:
     """Some sums of their exponentials become too large, and some infinite."""
-    rng = np.random.default_rng(0)
-    q, k, v = (rng.standard_normal((1, 300, heads, 64)).astype(np.float16) for heads in (2, 1, 1))
     for slope in (0.4, 3.0):
         bias = np.broadcast_to(slope * np.arange(300, dtype=np.float32), (1, 1, 300))
-        with emulator.hopper_gpu(), taken(*TILES["192x96"]):
-            out = dma.attention(q, k, v, bias=bias, causal=True, backend="emulator")
-        expected = dma.attention(*(x.astype("f4") for x in (q, k, v)), bias=bias, causal=True, backend="numpy")
-        assert np.abs(out - expected).max() < 6e-3
+        agrees(drawn(300, 300)[1:], 6e-3, "192x96", bias=bias, causal=True)
 
 
 def logits_that_change() -> None:
     """Within a tile: one polynomial of the softcap holds for the first keys, another for more, none for the last."""
-    rng = np.random.default_rng(0)
-    q, k, v = (rng.standard_normal((1, 400, heads, 64)).astype(np.float16) for heads in (2, 1, 1))
+    _, q, k, v = drawn(400, 400)
     q /= 4
     for part, size in zip(np.split(k, 4, axis=1), (0.2, 0.45, 0.45, 3.0)):
         part *= size * 8.0 * 5.0 / np.abs(np.einsum("bqhd,bkgd->hqk", q.astype("f4"), part.astype("f4"))).max()
-    options = {"softcap": 5.0, "mask": dma.IntervalMask.sliding_window(400, 390)}
-    with emulator.hopper_gpu(), taken(*TILES["192x96"]), schedule_cases.scheduled():  # whole tiles
-        out = dma.attention(q, k, v, **options, backend="emulator")
-    expected = dma.attention(*(x.astype("f4") for x in (q, k, v)), **options, backend="numpy")
-    assert np.abs(out - expected).max() < 3e-3
+    agrees((q, k, v), 3e-3, "192x96", schedule_cases.scheduled(), softcap=5.0,  # whole tiles
+           mask=dma.IntervalMask.sliding_window(400, 390))
 
 
 def softcapped_biases(factor: float, bias: float, logit: float = 1.0) -> Callable[[], None]:
     """bfloat16 with a softcap and a bias of keys: a query that sees one key, large values, a query of large logits."""
     def check() -> None:
-        rng = np.random.default_rng(0)
-        q, k, v = (rng.standard_normal((1, 400, heads, 64)).astype(numpy_dtype("bfloat16")) for heads in (2, 1, 1))
+        rng, q, k, v = drawn(400, 400, kind=numpy_dtype("bfloat16"))
         v = (v.astype("f4") * factor).astype(v.dtype)
         q[:, 396] *= logit
-        options = {"softcap": 20.0, "bias": bias + rng.standard_normal((1, 1, 400)).astype(np.float32), "causal": True}
-        with emulator.hopper_gpu() as gpu, taken(*TILES["128x128x4"]):
-            gpu.most_writes = 2
-            out = dma.attention(q, k, v, **options, backend="emulator")
-        expected = dma.attention(*(x.astype("f8") for x in (q, k, v)), **options, backend="numpy")
-        largest = np.abs(v.astype("f8")).max()
+        out = agrees((q, k, v), 2**-7 * np.abs(v.astype("f8")).max(), "128x128x4", writes=2, softcap=20.0,
+                     causal=True, bias=bias + rng.standard_normal((1, 1, 400)).astype(np.float32))
         assert np.array_equal(out[0, 0], np.broadcast_to(v[0, 0], (2, 64)))
-        assert np.abs(out.astype("f8") - expected).max() < 2**-7 * largest
 
     return check
 
@@ -232,56 +225,38 @@ def no_room_in_l2(tile: str, num_sms: int, rotation: int | None = None) -> Calla
     """Three heads with 3 tiles each, an L2 swizzle group for each head; causal, or with lists for CTAs that go on by
     ``rotation`` places from one wave to the next."""
     def check() -> None:
-        rng = np.random.default_rng(0)
-        q, k, v = (rng.standard_normal((1, 300, 3, 16)).astype(np.float16) for _ in range(3))
-        options: dict[str, Any] = {"causal": True}
+        rng, *rows = drawn(300, 300, (3, 3), 16)
+        mask = None
         if rotation is not None:
-            options["mask"] = dma.IntervalMask.top_w(rng.standard_normal((1, 3, 300)).astype(np.float32), 100)
-        with (emulator.hopper_gpu(), taken(*TILES[tile]), schedule_cases.num_sms(num_sms),
-              pytest.MonkeyPatch.context() as patch):
-            patch.setattr(sm90_schedule, "SWIZZLE_GROUP_BYTES", 1)
-            patch.setattr(sm90_schedule, "SWIZZLE_GROUP_WAVES", 1)
-            patch.setattr(sm90_schedule, "_rotation", lambda *facts: rotation)
-            out = dma.attention(q, k, v, backend="emulator", **options)
-        expected = dma.attention(*(x.astype("f4") for x in (q, k, v)), backend="numpy", **options)
-        assert np.abs(out - expected).max() < 3e-3
+            mask = dma.IntervalMask.top_w(rng.standard_normal((1, 3, 300)).astype(np.float32), 100)
+        with mock.patch.multiple(sm90_schedule, SWIZZLE_GROUP_BYTES=1, SWIZZLE_GROUP_WAVES=1,
+                                 _rotation=lambda *facts: rotation):
+            agrees(rows, 3e-3, tile, schedule_cases.num_sms(num_sms), causal=True, mask=mask)
 
     return check
 
 
 def nonfinite_values() -> None:
     """A value of every tile that some of its queries do not see."""
-    rng = np.random.default_rng(0)
-    q, k, v = (rng.standard_normal((1, 300, heads, 64)).astype(np.float16) for heads in (2, 1, 1))
+    _, q, k, v = drawn(300, 300)
     v[:, ::50] = np.inf
-    mask = dma.IntervalMask.sliding_window(300, 20)
-    with emulator.hopper_gpu() as gpu, taken(*TILES["192x96"]):
-        gpu.most_writes = 2
-        out = dma.attention(q, k, v, mask=mask, backend="emulator")
-    expected = dma.attention(*(x.astype("f4") for x in (q, k, v)), mask=mask, backend="numpy")
-    finite = np.isfinite(expected)
-    assert np.array_equal(np.isfinite(out), finite) and np.abs(out[finite] - expected[finite]).max() < 3e-3
+    agrees((q, k, v), 3e-3, "192x96", writes=2, mask=dma.IntervalMask.sliding_window(300, 20))
 
 
 def short_tiles() -> None:
     """After whole waves, where they could be cut in two, and without any, where some could be cut in three."""
-    rng = np.random.default_rng(0)
-    q, k, v = (rng.standard_normal((1, 500, heads, 64)).astype(np.float16) for heads in (4, 2, 2))
+    rng, *rows = drawn(500, 500, (4, 2))
     mask = dma.IntervalMask.top_w(rng.standard_normal((1, 2, 500)).astype(np.float32), 100)
-    expected = dma.attention(*(x.astype("f4") for x in (q, k, v)), mask=mask, backend="numpy")
     for num_sms, count in ((8, 2), (18, 8)):
-        with (emulator.hopper_gpu(), taken(*TILES["192x96"]),
-              schedule_cases.num_sms(num_sms, short_tiles=True) as tiles):
-            out = dma.attention(q, k, v, mask=mask, backend="emulator")
+        with schedule_cases.num_sms(num_sms, short_tiles=True) as tiles:
+            agrees(rows, 6e-3, "192x96", mask=mask)
         assert tiles == [count]
-        assert np.abs(out - expected).max() < 6e-3
 
 
 def sm90_splits(kind: str) -> Callable[[], None]:
     """After whole waves and without any, tiles split along their keys; some queries see keys of some splits only."""
     def check() -> None:
-        rng = np.random.default_rng(0)
-        q, k, v = (rng.standard_normal((1, n, h, 64)).astype(np.float16) for n, h in ((100, 4), (900, 2), (900, 2)))
+        rng, q, k, v = drawn(100, 900, (4, 2))
         scores = rng.standard_normal((1, 2, 900)).astype(np.float32)
         options: dict[str, Any] = {"mask": None, "bias": 3 * np.sort(scores)}
         if kind == "lists":
@@ -293,17 +268,10 @@ def sm90_splits(kind: str) -> Callable[[], None]:
             start, stop = np.zeros((1, 1, 900), np.int32), np.full((1, 1, 900), 850, np.int32)
             stop[..., 800:] = 0
             options["mask"] = dma.IntervalMask._make(library_named("numpy"), start, stop, Hints(bound=(800, 0)))
-        expected = dma.attention(*(x.astype("f4") for x in (q, k, v)), **options, return_lse=True, backend="numpy")
         for num_sms, count in ((3, 3), (19, 4)):
-            with (emulator.hopper_gpu() as gpu, taken(*TILES["192x64x6"]),
-                  schedule_cases.num_sms(num_sms, split=True) as splits):
-                gpu.most_writes = 2
-                found = dma.attention(q, k, v, **options, return_lse=True, backend="emulator")
+            with schedule_cases.num_sms(num_sms, split=True) as splits:
+                agrees((q, k, v), 6e-3, "192x64x6", writes=2, **options)
             assert splits == [count]
-            for ours, theirs, error in zip(found, expected, (6e-3, 1e-4)):
-                finite = np.isfinite(theirs)
-                assert np.array_equal(np.isfinite(ours), finite)
-                assert np.abs(ours[finite] - theirs[finite]).max() < error
 
     return check
 

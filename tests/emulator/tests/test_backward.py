@@ -13,14 +13,14 @@ from cupy_dma.backends.cuda.attention import backward, backward_chunks
 from cupy_dma.backends.cuda.lists import dense_macro_tiles
 from cupy_dma.backends.cuda.lists.dense_mask import pack_mask
 from cupy_dma.backends.cuda.runtime.program import fresh
-from cupy_dma.backward import attention_backward, key_scores_backward
-from tests.oracle import cases, reference
+from cupy_dma.backward import attention_backward
+from tests.oracle import cases, score_cases
 
 build = pytest.importorskip("tests.emulator.build")
 pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
 
 from tests import emulator  # noqa: E402
-from tests.emulator.tests.test_forward import BUILD, FORWARD, ORDERS, SCORE_CASES, bits, score_problem  # noqa: E402
+from tests.emulator.tests.test_forward import BUILD, FORWARD, ORDERS, SCORE_CASES, bits  # noqa: E402
 
 NAMES = ("float32-", "float16-D64", "bfloat16-D128", "bfloat16-D40", "float16-D3", "bfloat16-D256", "mask-",
          "causal-and-", "heads-", "window-1", "bias-", "softcap-", "scale-", "layout-", "lengths-1x", "lengths-33x129",
@@ -305,38 +305,6 @@ def test_a_bad_row_reaches_no_gradient_behind_a_dense_mask(kind):
         assert np.array_equal(clean, found)
 
 
-def score_gradients(shape, dtype, form, backend):
-    value, weight, a, offset = score_problem(shape, dtype)
-    rng = np.random.default_rng(1)
-    dscores = rng.standard_normal((shape[0], shape[2], shape[1])).astype(np.float32)
-    dscores[rng.random(dscores.shape) < 0.2] = 0
-    arguments = [dscores, value, weight / np.float32(np.sqrt(shape[2])), a, offset]
-    if backend == "numpy":
-        arguments = [x.astype(np.float64) for x in arguments]
-    return key_scores_backward(*arguments[:4], dt_bias=arguments[4], form=form, backend=backend)
-
-
 @pytest.mark.parametrize(("dtype", "form", "shape"), SCORE_CASES)
 def test_key_scores_backward(dtype, form, shape):
-    found, expected = (score_gradients(shape, dtype, form, name) for name in ("emulator", "numpy"))
-    for name, g, ref in zip(("value", "dt_proj", "A", "dt_bias"), found, expected):
-        largest = np.abs(ref).max(initial=0.0)
-        roundings = reference.one_rounding(largest, g.dtype) + 2e-5 * max(largest, 1.0)
-        assert np.abs(g.astype(np.float64) - ref).max(initial=0.0) <= roundings, name
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", [c for c in FORWARD if c.name.startswith(("mask-", "bias-", "softcap", "float16-D",
-                                                                           "float32-"))], ids=str)
-def test_a_gpu_agrees(case):
-    """The same inputs through every kernel on both."""
-    import cupy
-
-    found = cases.run_backward(case, backend="emulator")
-    theirs = cases.run_backward(case, cupy.asarray)
-    unit = {"float16": 2**-9, "bfloat16": 2**-6, "float32": 2**-9}[case.dtype]
-    for ours, other in zip(found, theirs):
-        assert (ours is None) == (other is None)
-        if ours is not None:
-            x, y = ours.astype(np.float64), cupy.asnumpy(other).astype(np.float64)
-            assert np.abs(x - y).max(initial=0.0) <= 2 * unit * max(1.0, np.abs(y).max(initial=0.0))
+    score_cases.check_backward(shape, dtype, form, backend="emulator")

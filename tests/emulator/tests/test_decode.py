@@ -1,9 +1,8 @@
 """The kernels of decoding on the CPU emulator, against the oracle on the whole history and in different orders."""
 from __future__ import annotations
 
-import os
+import itertools
 from functools import partial
-from itertools import count
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +13,7 @@ from cupy_dma.arrays import describe, library_named, numpy_dtype
 from cupy_dma.backends.cuda.attention import flash_decode, last_queries, split
 from cupy_dma.backends.cuda.decode import step
 from cupy_dma.masks.windows import widest
-from tests.oracle import by_element, cases, reference
+from tests.oracle import bad_rows, by_element, cases, reference, selection_cases
 from tests.oracle.cache_cases import SCORES, History
 from tests.unit.test_cache import check_invariants
 
@@ -23,9 +22,8 @@ pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(buil
 
 from tests import emulator  # noqa: E402
 from tests.emulator import Order  # noqa: E402
-from tests.emulator.tests import test_forward  # noqa: E402
+from tests.emulator.tests.test_forward import BUILD  # noqa: E402
 
-BUILD = os.environ.get("CUPY_DMA_EMULATOR_BUILD", "watched")
 SMALL = History(dtype="float16", head_dim=16, length=24, window=7)
 # Both ways to load rows, with one split and with several; a tile of one operand and of two, sets of tiles.
 CASES = [
@@ -285,15 +283,9 @@ def test_more_splits_than_are_combined_at_a_time(queries, heads, keys, device, m
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("kind", ["causal", "top_w", "window"])
 def test_few_queries_isolate_bad_rows(bad, kind, always):
-    for dtype in (np.float16, np.float32):
-        for name in ("key", "value"):
-            dirty, clean, mask, sees = test_forward.bad_row_problem(kind, name, bad, dtype)
-            out = dma.attention(*dirty.values(), mask=mask, backend="emulator")
-            good = dma.attention(*clean.values(), mask=mask, backend="emulator")
-            assert np.array_equal(out[0, ~sees, 0], good[0, ~sees, 0])
-            assert np.array_equal(out[:, :, 1], good[:, :, 1])
-            if name == "value":
-                assert not np.isfinite(out[0, sees, 0, 5]).any()
+    for dtype, name in itertools.product(("float16", "float32"), ("key", "value")):
+        bad_rows.check(kind, name, bad, backend="emulator", dtype=dtype)
+    assert always
 
 
 @pytest.mark.parametrize("order", [Order("backward", "backward"), Order("random", "random", 1)], ids=str)
@@ -313,7 +305,7 @@ def test_few_queries_in_any_order(order, always):
                                                            (70, 3, 9), (9000, 20, 33)])
 def test_selection_of_the_last_queries(kind, length, window, queries, device):
     """Keys in order, and the positions that see them, against the heap of the NumPy backend."""
-    scores = test_forward.awkward_scores(kind, 2, length)
+    scores = selection_cases.awkward_scores(kind, 2, length)
     stop = np.asarray(dma.IntervalMask.top_w(scores, window, backend="numpy").stop)[0]
 
     def attention(build, operand):  # named as a function that the emulator knows
@@ -428,8 +420,8 @@ def test_a_step_without_memory_changes_nothing(monkeypatch):
     library, cache = library_named("numpy"), history.cache(backend="emulator")
     history.run(cache, [10])
     before = cache.state_dict()
-    for number in count():
-        left = count(number, -1)
+    for number in itertools.count():
+        left = itertools.count(number, -1)
 
         def empty(*arguments, left=left):
             if next(left) == 0:

@@ -21,7 +21,7 @@ from cupy_dma.backends.cuda.attention import sm90, sm90_costs, sm90_schedule, sm
 from cupy_dma.backends.cuda.lists import intervals
 from cupy_dma.backends.cuda.runtime import warmup
 from cupy_dma.backends.cuda.runtime.configs import ListConfig
-from tests.oracle import cases, reference, selection_cases
+from tests.oracle import bad_rows, cases, reference, score_cases, selection_cases
 from tests.unit.test_selection import problems
 
 build = pytest.importorskip("tests.emulator.build")
@@ -41,16 +41,10 @@ def device():
         yield runtime
 
 
-def on_emulator(case, **options):
-    """``cases.run`` with the mask selected on the emulator too."""
-    return cases.run(case, backend="emulator", **options)
-
-
 # ---- attention ----
 @pytest.mark.parametrize("case", FORWARD, ids=str)
 def test_forward_grid(case):
-    out, lse = on_emulator(case)
-    cases.check(case, out, lse, tf32=True)
+    cases.check(case, *cases.run(case, backend="emulator"), tf32=True)
 
 
 @pytest.mark.parametrize("case", [c for c in FORWARD if c.name.startswith((
@@ -59,8 +53,7 @@ def test_forward_grid(case):
 def test_tiles_of_smaller_gpus(case, device):
     """The cases whose tiles are others there, and those of few queries."""
     device.shared_limit = 99 * 1024
-    out, lse = on_emulator(case)
-    cases.check(case, out, lse, tf32=True)
+    cases.check(case, *cases.run(case, backend="emulator"), tf32=True)
 
 
 @pytest.mark.parametrize("bias", ["none", "key", "key_per_head"])
@@ -69,43 +62,21 @@ def test_many_blocks_of_keys(mask, bias):
     """More than 32 blocks of keys (a group of summaries) and several tiles."""
     case = cases.Case(f"long-{mask}-{bias}", dtype="float16", batch=1, query_length=150, key_length=2200, mask=mask,
                       window=300, bias=bias, head_dim=24, heads=4, kv_heads=2)
-    out, lse = on_emulator(case)
-    cases.check(case, out, lse, tf32=True)
+    cases.check(case, *cases.run(case, backend="emulator"), tf32=True)
 
 
 @pytest.mark.parametrize(("lq", "lk"), [(64, 64), (100, 128)])
 def test_no_masked_block(lq, lk):
     """Whole blocks only, and no bias: none of the barriers that a masked block or a bias brings."""
     case = cases.Case(f"whole-{lq}x{lk}", mask="none", bias="none", query_length=lq, key_length=lk)
-    cases.check(case, *on_emulator(case), tf32=True)
-
-
-def bad_row_problem(kind, name, bad, dtype=np.float16):
-    """(arguments with one bad row, clean arguments, mask, which queries see the row)."""
-    rng = np.random.default_rng(0)
-    n, where = 150, 75
-    x = {part: rng.standard_normal((1, n, 2, 16)).astype(dtype) for part in ("query", "key", "value")}
-    dirty = {part: array.copy() for part, array in x.items()}
-    dirty[name][0, where, 0, 5] = bad
-    scores = rng.standard_normal((1, 2, n)).astype(np.float32)
-    scores[0, 0, where] = 1.2  # kept for some time, but not for ever
-    mask = {"causal": lambda: dma.IntervalMask.causal(n), "top_w": lambda: dma.IntervalMask.top_w(scores, 20),
-            "window": lambda: dma.IntervalMask.sliding_window(n, 30),
-            "dense": lambda: rng.random((1, 2, n, n)) < 0.3}[kind]()
-    dense = mask if kind == "dense" else mask.to_dense(n)
-    return dirty, x, mask, np.broadcast_to(dense, (1, 2, n, n))[0, 0, :, where]
+    cases.check(case, *cases.run(case, backend="emulator"), tf32=True)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("name", ["key", "value"])
 @pytest.mark.parametrize("kind", ["causal", "top_w", "window", "dense"])
 def test_a_bad_row_reaches_only_the_queries_that_see_it(name, bad, kind):
-    dirty, clean, mask, sees = bad_row_problem(kind, name, bad)
-    out = dma.attention(*dirty.values(), mask=mask, backend="emulator")
-    good = dma.attention(*clean.values(), mask=mask, backend="emulator")
-    assert np.array_equal(out[0, ~sees, 0], good[0, ~sees, 0]) and np.array_equal(out[:, :, 1], good[:, :, 1])
-    if name == "value":
-        assert not np.isfinite(out[0, sees, 0, 5]).any()
+    bad_rows.check(kind, name, bad, backend="emulator")
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.finfo(np.float32).max])
@@ -113,15 +84,13 @@ def test_a_bad_row_reaches_only_the_queries_that_see_it(name, bad, kind):
 def test_a_bad_row_of_float32(bad, kind):
     """Also the largest number, which TF32 rounds to infinity."""
     for name in ("key", "value"):
-        dirty, clean, mask, sees = bad_row_problem(kind, name, bad, np.float32)
-        found, good = (dma.attention(*x.values(), mask=mask, return_lse=True, backend="emulator")
-                       for x in (dirty, clean))
-        assert np.array_equal(found[0][0, ~sees, 0], good[0][0, ~sees, 0])
-        if name == "value":
-            assert not np.isfinite(found[0][0, sees, 0, 5]).any()
-        dout = clean["query"]
-        grads = [dma.backward.attention_backward(dout, *x.values(), *result, mask=mask, backend="emulator").query
-                 for x, result in ((dirty, found), (clean, good))]
+        bad_rows.check(kind, name, bad, backend="emulator", dtype="float32")
+        dirty, clean, mask, sees = bad_rows.problem(kind, name, bad, "float32")
+        grads = []
+        for x in (dirty, clean):
+            results = dma.attention(*x.values(), mask=mask, return_lse=True, backend="emulator")
+            grads.append(dma.backward.attention_backward(clean["query"], *x.values(), *results, mask=mask,
+                                                         backend="emulator").query)
         assert np.array_equal(grads[0][0, ~sees, 0], grads[1][0, ~sees, 0])
 
 
@@ -161,35 +130,6 @@ def test_fragment_layout(dtype, device):
 
 
 # ---- selection ----
-def awkward_scores(kind, heads, n):
-    rng = np.random.default_rng(n)
-    s = rng.standard_normal((1, heads, n)).astype(np.float32)
-    match kind:
-        case "equal":
-            return np.zeros_like(s)
-        case "increasing":
-            return np.sort(s)
-        case "decreasing":
-            return np.ascontiguousarray(np.sort(s)[..., ::-1])
-        case "ties":
-            return np.round(s)
-        case "special":
-            s[rng.random(s.shape) < 0.02] = np.nan
-            s[rng.random(s.shape) < 0.02] = -np.nan
-            s[rng.random(s.shape) < 0.02] = np.inf
-            s[rng.random(s.shape) < 0.3] = -np.inf
-            s[rng.random(s.shape) < 0.3] = 0.0
-            s[rng.random(s.shape) < 0.3] = -0.0
-    return s
-
-
-def selection_options(length):
-    rng = np.random.default_rng(length)
-    padding = rng.random((1, length)) < 0.8
-    documents = np.cumsum(rng.random((1, length)) < 5 / length, axis=-1).astype(np.int32)
-    return {}, {"padding": padding}, {"documents": documents}, {"padding": padding, "documents": documents}
-
-
 AWKWARD = ["iid", "equal", "increasing", "decreasing", "ties", "special"]
 LENGTHS_AND_WINDOWS = [(1, 1), (1023, 1), (1025, 7), (1500, 400), (2100, 1030), (3000, 130),
                        (1500, (1, 2000)), (2100, (1030, 64))]
@@ -200,15 +140,12 @@ LENGTHS_AND_WINDOWS = [(1, 1), (1023, 1), (1025, 7), (1500, 400), (2100, 1030), 
     for counted in (False, True) if kind in ("iid", "special") or (i + j // 2) % 2 == counted
     or lengths == (2100, 1030)])
 def test_selection_in_both_ways(kind, length, window, counted):
-    """Against the heap of the NumPy backend, which is tested against the definition. Half of the options each: all of
-    them with every kind and with every length."""
-    scores = awkward_scores(kind, 2, length)
+    """Half of the options each: all of them with every kind and with every length."""
     first = (AWKWARD.index(kind) + LENGTHS_AND_WINDOWS.index((length, window))) % 2
     with selection_cases.counting(counted):
-        for options in selection_options(length)[first::2]:
-            expected = dma.IntervalMask.top_w(scores, window, **options, backend="numpy")
-            mask = dma.IntervalMask.top_w(scores, window, **options, backend="emulator")
-            assert np.array_equal(mask.stop, expected.stop)
+        for options in selection_cases.options_of(length)[first::2]:
+            selection_cases.check_stop(selection_cases.awkward_scores(kind, 2, length), window, backend="emulator",
+                                       **options)
 
 
 @pytest.mark.parametrize("window", [1, 1023, 1024, 1030, 2100])
@@ -220,11 +157,7 @@ def test_selection_of_equal_scores(window):
     for head, (at, score) in enumerate(itertools.product(places, (0.5, 2.0)), start=1):
         scores[0, 2 * head - 1, at] = scores[0, 2 * head, at:] = score
 
-    def check(scores, **options):
-        found, expected = (dma.IntervalMask.top_w(scores, window, **options, backend=backend).stop
-                           for backend in ("emulator", "numpy"))
-        assert np.array_equal(found, expected)
-
+    check = functools.partial(selection_cases.check_stop, window=window, backend="emulator")
     with selection_cases.counting(False):
         check(scores)
         for at in (1, 1024, 1200):
@@ -234,64 +167,45 @@ def test_selection_of_equal_scores(window):
 
 def test_a_document_that_begins_within_a_chunk():
     """Its keys compete with each other alone, however much better those kept before it are."""
-    scores = awkward_scores("decreasing", 1, 2600)
+    scores = selection_cases.awkward_scores("decreasing", 1, 2600)
     with selection_cases.counting(False):
         for at in (700, 1024, 1500, 2300):
             documents = (np.arange(2600) >= at)[None].astype(np.int32)
-            found, expected = (dma.IntervalMask.top_w(scores, 40, documents=documents, backend=backend).stop
-                               for backend in ("emulator", "numpy"))
-            assert np.array_equal(found, expected)
+            selection_cases.check_stop(scores, 40, backend="emulator", documents=documents)
 
 
 @given(problems(max_length=40))
 @settings(max_examples=25, deadline=None)
 def test_selection_is_the_definition(problem):
-    scores, window, padding, documents = problem
-    mask = dma.IntervalMask.top_w(scores, window, padding=padding, documents=documents,
-                                  backend="emulator" if scores.dtype != np.float64 else "numpy")
-    expected = reference.top_w_dense(scores, window, "prefix", padding, documents, scores.shape[2])
-    assert np.array_equal(np.broadcast_to(mask.to_dense(scores.shape[2]), expected.shape), expected)
+    selection_cases.check_definition(problem, backend="emulator")
 
 
 # ---- key scores ----
-SCORE_SHAPES = [(2, 33, 1, 64), (1, 40, 8, 128), (2, 37, 3, 33), (1, 35, 20, 64), (1, 5, 2, 1), (1, 0, 2, 8),
-                (1, 37, 3, 40), (2, 130, 2, 24)]
 # Every type with every shape, and either with both forms.
-SCORE_CASES = [(dtype, ("linear", "exp")[(i + j) % 2], shape) for j, shape in enumerate(SCORE_SHAPES)
-               for i, dtype in enumerate(("float16", "bfloat16", "float32"))]
-
-
-def score_problem(shape, dtype):
-    rng = np.random.default_rng(0)
-    _, _, heads, size = shape
-    value = rng.standard_normal(shape).astype(numpy_dtype(dtype))
-    weight = (rng.standard_normal((heads, heads * size)) / np.sqrt(size)).astype(np.float32)
-    return value, weight, rng.standard_normal(heads).astype(np.float32), rng.standard_normal(heads).astype(np.float32)
+SCORE_CASES = [(dtype, ("linear", "exp")[(i + j) % 2], shape) for j, shape in enumerate([
+    (2, 33, 1, 64), (1, 40, 8, 128), (2, 37, 3, 33), (1, 35, 20, 64), (1, 5, 2, 1), (1, 0, 2, 8), (1, 37, 3, 40),
+    (2, 130, 2, 24)]) for i, dtype in enumerate(("float16", "bfloat16", "float32"))]
 
 
 @pytest.mark.parametrize(("dtype", "form", "shape"), SCORE_CASES)
 def test_key_scores(dtype, form, shape):
-    value, weight, a, offset = score_problem(shape, dtype)
-    # Of the values' own type, which is what tensor cores multiply; float32 values have weights of another one.
-    projection = weight if form == "exp" else weight.astype("float16" if dtype == "float32" else numpy_dtype(dtype))
-    got = dma.key_scores(value, projection, a, dt_bias=offset, form=form, backend="emulator")
-    assert got.dtype == np.float32 and got.shape == (shape[0], shape[2], shape[1])
-    np.testing.assert_allclose(got, reference.key_scores(value, projection, a, offset, form), rtol=2e-5, atol=1e-6)
+    """Tensor cores multiply weights of the values' own type; float32 values have weights of another one."""
+    weights = "float32" if form == "exp" else "float16" if dtype == "float32" else dtype
+    score_cases.check(shape, dtype, form, weights, backend="emulator")
 
 
 # ---- orders and libraries ----
-def chain(move, dtype="bfloat16", ranked=None, **options):
-    """Scores, selection, lists and attention, over two chunks of the selection. ``ranked``: scores to go on with."""
+def chain(move, **options):
+    """Scores, selection, lists and attention, over two chunks of the selection."""
     rng = np.random.default_rng(3)
     n, lq = 1100, 60
-    value, weight, a, _ = score_problem((1, n, 2, 16), dtype)
-    key, query = (rng.standard_normal((1, m, h, 16)).astype(numpy_dtype(dtype)) for m, h in ((n, 2), (lq, 4)))
+    value, weight, a, _ = score_cases.problem((1, n, 2, 16), "bfloat16")
+    key, query = (rng.standard_normal((1, m, h, 16)).astype(numpy_dtype("bfloat16")) for m, h in ((n, 2), (lq, 4)))
     q, k, v, w, a = (move(x) for x in (query, key, value, weight, a))
-    computed = dma.key_scores(v, w, a, **options)
-    scores = computed if ranked is None else move(ranked)
+    scores = dma.key_scores(v, w, a, **options)
     mask = dma.IntervalMask.top_w(scores, 70, **options)
     everything = dma.IntervalMask.top_w(scores, 70, keys="global", **options)
-    return [computed, mask.stop, *dma.attention(q, k, v, mask=mask, bias=scores, return_lse=True, **options),
+    return [scores, mask.stop, *dma.attention(q, k, v, mask=mask, bias=scores, return_lse=True, **options),
             *dma.attention(q, k, v, mask=everything, bias=scores, causal=True, return_lse=True, **options)]
 
 
@@ -335,44 +249,6 @@ def test_the_environment_makes_it_the_default(monkeypatch):
     dma.attention(x, x, x)
     dma.attention(x, x, x, backend="numpy")
     assert len(seen) == 1
-
-
-# ---- a GPU gives the same ----
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_a_gpu_agrees(dtype):
-    """The same inputs through every kernel on both; integers equal, floats within the rounding of their last steps."""
-    import cupy
-
-    on_host = chain(np.asarray, dtype, backend="emulator")
-    on_device = chain(cupy.asarray, dtype, on_host[0], backend="cuda")
-    names = ("scores", "stop", "out", "lse", "global out", "global lse")
-    for name, ours, theirs in zip(names, on_host, (cupy.asnumpy(x) for x in on_device)):
-        assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
-        if ours.dtype == np.int32:
-            assert np.array_equal(ours, theirs), name
-            continue
-        empty = np.isneginf(ours.astype(np.float32))
-        assert np.array_equal(empty, np.isneginf(theirs.astype(np.float32)))
-        unit = {"float16": 2**-11, "bfloat16": 2**-8}.get(ours.dtype.name, 2e-5)
-        a, b = (np.where(empty, 0, x.astype(np.float64)) for x in (ours, theirs))
-        assert np.abs(a - b).max() <= 2 * unit * max(1.0, np.abs(a).max()), name
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", [c for c in FORWARD if c.name.startswith(("mask-", "bias-", "softcap", "float16-D",
-                                                                           "float32-"))], ids=str)
-def test_a_gpu_agrees_on_the_forward_grid(case):
-    import cupy
-
-    out, lse = on_emulator(case)
-    theirs, their_lse = (cupy.asnumpy(x) for x in cases.run(case, cupy.asarray))
-    unit = {"float16": 2**-10, "bfloat16": 2**-7, "float32": 2**-10}[case.dtype]
-    size = max(1.0, float(np.abs(out.astype(np.float64)).max(initial=0)))
-    assert np.abs(out.astype(np.float64) - theirs.astype(np.float64)).max(initial=0) <= 2 * unit * size
-    assert np.array_equal(np.isneginf(lse), np.isneginf(their_lse))
-    seen = ~np.isneginf(lse)
-    np.testing.assert_allclose(lse[seen], their_lse[seen], rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
