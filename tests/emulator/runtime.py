@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 import shutil
 import subprocess
@@ -16,6 +17,8 @@ from cupy_dma.backends.cuda.runtime import jit
 from cupy_dma.backends.cuda.runtime.configs import ELEMENTS, LayoutConfig
 from tests.emulator import build
 from tests.emulator.memory import Memory
+
+DEFAULT_BUILD = os.environ.get("CUPY_DMA_EMULATOR_BUILD", "watched")
 
 
 class EmulatorError(RuntimeError):
@@ -58,7 +61,7 @@ class EmulatorRuntime:
     often an element of a result may be written in a launch.
     """
 
-    def __init__(self, build: str = "watched", order: Order = Order(), shared_limit: int = 227 * 1024,
+    def __init__(self, build: str = DEFAULT_BUILD, order: Order = Order(), shared_limit: int = 227 * 1024,
                  is_hopper: bool = False):
         self.build, self.order, self.shared_limit, self.is_hopper = build, order, shared_limit, is_hopper
         self.most_writes = 1

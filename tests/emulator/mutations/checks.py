@@ -16,16 +16,8 @@ from cupy_dma.backends.cuda.attention import sm90_backward as kernels_backward
 from cupy_dma.backends.cuda.attention import sm90_schedule
 from cupy_dma.backends.cuda.runtime.program import fresh
 from cupy_dma.masks.interval import Hints
-from tests.gpu.sm90_tiles import TILES, taken
-from tests.oracle import cases, schedule_cases
-from tests.oracle.cache_cases import History
-from tests.unit.test_gated_cache import Gates
-
-build = pytest.importorskip("tests.emulator.build")
-pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
-
-from tests import emulator  # noqa: E402
-from tests.emulator.tests import (  # noqa: E402
+from tests import emulator
+from tests.emulator.tests import (
     test_backward,
     test_bias_delay,
     test_decode,
@@ -38,6 +30,10 @@ from tests.emulator.tests import (  # noqa: E402
     test_strides_and_reuse,
     test_varlen,
 )
+from tests.gpu.sm90_tiles import TILES, taken
+from tests.oracle import cases, schedule_cases
+from tests.oracle.cache_cases import History
+from tests.unit.test_gated_cache import Gates
 
 
 def named(name: str) -> cases.Case:

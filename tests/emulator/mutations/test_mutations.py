@@ -10,6 +10,7 @@ import io
 import pytest
 
 from cupy_dma.backends.cuda.runtime import jit
+from tests import emulator
 from tests.emulator.mutations import (
     faults_attention,
     faults_decode,
@@ -19,12 +20,7 @@ from tests.emulator.mutations import (
     faults_sm90_backward,
     faults_sm90_stored,
 )
-
-build = pytest.importorskip("tests.emulator.build")
-pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
-
-from tests import emulator  # noqa: E402
-from tests.emulator.mutations.checks import CHECKS, OWN  # noqa: E402
+from tests.emulator.mutations.checks import CHECKS, OWN
 
 FAULTS = [*faults_sm90.FAULTS, *faults_sm90_backward.FAULTS, *faults_sm90_stored.FAULTS, *faults_attention.FAULTS,
           *faults_select.FAULTS, *faults_lists.FAULTS, *faults_decode.FAULTS]

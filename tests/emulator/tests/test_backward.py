@@ -14,23 +14,13 @@ from cupy_dma.backends.cuda.lists import dense_macro_tiles
 from cupy_dma.backends.cuda.lists.dense_mask import pack_mask
 from cupy_dma.backends.cuda.runtime.program import fresh
 from cupy_dma.backward import attention_backward
+from tests import emulator
+from tests.emulator.tests.test_forward import FORWARD, ORDERS, SCORE_CASES, bits
 from tests.oracle import cases, score_cases
-
-build = pytest.importorskip("tests.emulator.build")
-pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
-
-from tests import emulator  # noqa: E402
-from tests.emulator.tests.test_forward import BUILD, FORWARD, ORDERS, SCORE_CASES, bits  # noqa: E402
 
 NAMES = ("float32-", "float16-D64", "bfloat16-D128", "bfloat16-D40", "float16-D3", "bfloat16-D256", "mask-",
          "causal-and-", "heads-", "window-1", "bias-", "softcap-", "scale-", "layout-", "lengths-1x", "lengths-33x129",
          "lengths-129x33", "dense-", "batch-3", "sinks-", "value-dim-")
-
-
-@pytest.fixture(autouse=True)
-def device():
-    with emulator.using(build=BUILD) as runtime:
-        yield runtime
 
 
 @pytest.mark.parametrize("case", [c for c in FORWARD if c.name.startswith(NAMES)], ids=str)
@@ -130,7 +120,7 @@ def test_the_gradient_of_a_bias_that_chunks_share_is_made_as_a_whole(monkeypatch
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 def test_the_order_of_threads_and_blocks_changes_no_bit(order):
     expected = super_tiles_in_order()
-    with emulator.using(build=BUILD, order=order):
+    with emulator.using(order=order):
         got = super_tiles("float16", 20)[0]
     assert all(np.array_equal(bits(a), bits(b)) for a, b in zip(got, expected))
 
@@ -162,7 +152,7 @@ def dense_gradients_in_order():
 @pytest.mark.parametrize("order", [None, *ORDERS], ids=str)
 def test_dense_masks_with_gaps(order):
     expected = dense_gradients("numpy") if order is None else dense_gradients_in_order()
-    with emulator.using(build=BUILD, **({} if order is None else {"order": order})):
+    with emulator.using(**({} if order is None else {"order": order})):
         got = dense_gradients("emulator")
     for a, b in zip(got, expected):
         if order is not None:
@@ -262,7 +252,7 @@ def in_order(case):
 def test_dense_super_tiles_in_any_order(order):
     case = next(c for c in FORWARD if c.name == "dense-columns-full")
     expected = in_order(case)
-    with emulator.using(build=BUILD, order=order):
+    with emulator.using(order=order):
         got = cases.run_backward(case, backend="emulator")
     assert all(np.array_equal(bits(a), bits(b)) for a, b in zip(got, expected))
 

@@ -10,13 +10,8 @@ import pytest
 
 import cupy_dma as dma
 from cupy_dma.backward import attention_backward
+from tests import emulator
 from tests.oracle import cases, delay_cases, schedule_cases, varlen_cases
-
-build = pytest.importorskip("tests.emulator.build")
-pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
-
-from tests import emulator  # noqa: E402
-from tests.emulator.tests.test_forward import BUILD  # noqa: E402
 
 PORTABLE, ONE_PASS, TWO_PASSES = KERNELS = ("portable", "Hopper, one pass", "Hopper, two passes")
 SHORT = [c for c in delay_cases.CASES if c.dtype != "float64"]
@@ -41,7 +36,7 @@ def slow(calls: list) -> list:
 
 @contextmanager
 def on(kernels: str) -> Iterator[None]:
-    with (emulator.using if kernels == PORTABLE else emulator.hopper_gpu)(build=BUILD), \
+    with (emulator.using if kernels == PORTABLE else emulator.hopper_gpu)(), \
             schedule_cases.hopper_gradients(kernels == ONE_PASS):
         yield
 
@@ -120,7 +115,7 @@ def test_the_last_queries(queries):
     q = rng.standard_normal((1, queries, 4, 32)).astype(np.float16)
     k, v = rng.standard_normal((2, 1, 900, 2, 32)).astype(np.float16)
     options = {"scores": rng.standard_normal((1, 2, 900)).astype(np.float32), "window": 40, "bias_delay": 300}
-    with emulator.using(build=BUILD):
+    with emulator.using():
         found = dma.dynamic_mask_attention(q, k, v, **options, backend="emulator")
     expected = dma.dynamic_mask_attention(*(x.astype(np.float32) for x in (q, k, v)), **options, backend="numpy")
     assert np.abs(found - expected).max() < 5e-3

@@ -1,24 +1,11 @@
 """The cuda backend's way of taking many tokens at once, on the CPU emulator."""
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import pytest
 
 from tests.oracle.cache_cases import History, packed
-
-build = pytest.importorskip("tests.emulator.build")
-pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
-
-from tests import emulator  # noqa: E402
-from tests.unit.test_gated_cache import Gates  # noqa: E402
-
-
-@pytest.fixture(autouse=True)
-def device():
-    with emulator.using(build=os.environ.get("CUPY_DMA_EMULATOR_BUILD", "watched")) as runtime:
-        yield runtime
+from tests.unit.test_gated_cache import Gates
 
 
 @pytest.mark.parametrize("history", [

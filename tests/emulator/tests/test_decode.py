@@ -13,16 +13,11 @@ from cupy_dma.arrays import describe, library_named, numpy_dtype
 from cupy_dma.backends.cuda.attention import flash_decode, last_queries, split
 from cupy_dma.backends.cuda.decode import step
 from cupy_dma.masks.windows import widest
+from tests import emulator
+from tests.emulator import Order
 from tests.oracle import bad_rows, by_element, cases, reference, selection_cases
 from tests.oracle.cache_cases import SCORES, History
 from tests.unit.test_cache import check_invariants
-
-build = pytest.importorskip("tests.emulator.build")
-pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
-
-from tests import emulator  # noqa: E402
-from tests.emulator import Order  # noqa: E402
-from tests.emulator.tests.test_forward import BUILD  # noqa: E402
 
 SMALL = History(dtype="float16", head_dim=16, length=24, window=7)
 # Both ways to load rows, with one split and with several; a tile of one operand and of two, sets of tiles.
@@ -45,7 +40,7 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def device():
-    with emulator.using(build=BUILD) as runtime:
+    with emulator.using() as runtime:
         step.split.cache_clear()
         yield runtime
         step.split.cache_clear()
@@ -92,7 +87,7 @@ def test_the_order_of_threads_and_blocks_changes_no_bit(order):
     history = CASES[0]
     expected = history.cache(backend="emulator")
     history.run(expected, [102], np.asarray)
-    with emulator.using(build=BUILD, order=order):
+    with emulator.using(order=order):
         other = expected.clone()
         got = steps(history, other, 102)
     wanted = steps(history, expected, 102)
@@ -294,7 +289,7 @@ def test_few_queries_in_any_order(order, always):
     q, k, v = (rng.standard_normal((1, n, h, 16)).astype(np.float16) for n, h in ((3, 4), (5000, 2), (5000, 2)))
     scores = np.round(rng.standard_normal((1, 2, 5000)).astype(np.float32), 2)
     expected = dma.dynamic_mask_attention(q, k, v, scores, window=300, return_lse=True, backend="emulator")
-    with emulator.using(build=BUILD, order=order):
+    with emulator.using(order=order):
         got = dma.dynamic_mask_attention(q, k, v, scores, window=300, return_lse=True, backend="emulator")
     assert all(np.array_equal(a.view("u1"), b.view("u1")) for a, b in zip(got, expected))
 

@@ -2,19 +2,13 @@
 tile sees. Without processes: what earlier ranks would send is made here."""
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-build = pytest.importorskip("tests.emulator.build")
-pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
-
 from cupy_dma.distributed.rows import picked  # noqa: E402
 from cupy_dma.distributed.survivors import Own, front, history_mask, survivors  # noqa: E402
 from cupy_dma.torch import attention  # noqa: E402
-from tests import emulator  # noqa: E402
 from tests.distributed.cases import Case  # noqa: E402
 from tests.oracle import reference  # noqa: E402
 from tests.oracle.layer_cases import numbers  # noqa: E402
@@ -22,12 +16,6 @@ from tests.oracle.layer_cases import numbers  # noqa: E402
 USUAL = {"lengths": (90, 70, 160), "dtype": "bfloat16", "head_dim": 16, "window": 20, "batch": 1}
 CASES = [Case("usual", **USUAL), Case("besides", **{**USUAL, "batch": 2}, sinks=3, recent=30, padding="some"),
          Case("documents", **{**USUAL, "batch": 2}, documents="long", recent=5), Case("ties", **USUAL, scores="zero")]
-
-
-@pytest.fixture(autouse=True)
-def device():
-    with emulator.using(build=os.environ.get("CUPY_DMA_EMULATOR_BUILD", "watched")) as runtime:
-        yield runtime
 
 
 def own(case: Case, rank: int) -> Own:

@@ -6,12 +6,8 @@ import numpy as np
 import pytest
 
 import cupy_dma as dma
-
-build = pytest.importorskip("tests.emulator.build")
-pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
-
-import tests.emulator  # noqa: E402, F401
-from tests.oracle import reference  # noqa: E402
+import tests.emulator  # noqa: F401
+from tests.oracle import reference
 
 
 @pytest.mark.parametrize("window", [12, None])

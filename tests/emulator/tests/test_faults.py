@@ -14,13 +14,9 @@ import pytest
 
 from cupy_dma.arrays import CPU, library_named, numpy_dtype
 from cupy_dma.backends.cuda.runtime import jit
-
-build = pytest.importorskip("tests.emulator.build")
-pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
-
-from tests.emulator import EmulatorError, EmulatorRuntime, Order  # noqa: E402
-from tests.emulator.memory import WatchedLibrary  # noqa: E402
-from tests.oracle import reference  # noqa: E402
+from tests.emulator import EmulatorError, EmulatorRuntime, Order, build
+from tests.emulator.memory import WatchedLibrary
+from tests.oracle import reference
 
 FILE = Path(__file__).parents[1] / "faulty.cu"
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import os
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,24 +20,13 @@ from cupy_dma.backends.cuda.attention import sm90, sm90_costs, sm90_schedule, sm
 from cupy_dma.backends.cuda.lists import intervals
 from cupy_dma.backends.cuda.runtime import warmup
 from cupy_dma.backends.cuda.runtime.configs import ListConfig
+from tests import emulator
+from tests.emulator import Order
 from tests.oracle import bad_rows, cases, reference, score_cases, selection_cases
 from tests.unit.test_selection import problems
 
-build = pytest.importorskip("tests.emulator.build")
-pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
-
-from tests import emulator  # noqa: E402
-from tests.emulator import Order  # noqa: E402
-
-BUILD = os.environ.get("CUPY_DMA_EMULATOR_BUILD", "watched")
 FORWARD = [c for c in cases.CASES if c.dtype in ("float16", "bfloat16", "float32")]
 ORDERS = [Order("backward", "backward"), Order("random", "random", 1), Order("random", "random", 2)]
-
-
-@pytest.fixture(autouse=True)
-def device():
-    with emulator.using(build=BUILD) as runtime:
-        yield runtime
 
 
 # ---- attention ----
@@ -223,7 +211,7 @@ def bits(array):
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 def test_the_order_of_threads_and_blocks_changes_no_bit(order):
     expected = forward_chain()
-    with emulator.using(build=BUILD, order=order):
+    with emulator.using(order=order):
         got = chain(np.asarray, backend="emulator")
     assert all(np.array_equal(bits(a), bits(b)) for a, b in zip(got, expected))
 

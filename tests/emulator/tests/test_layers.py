@@ -2,24 +2,12 @@
 packed, and decoding."""
 from __future__ import annotations
 
-import os
-
 import pytest
 
 torch = pytest.importorskip("torch")
-build = pytest.importorskip("tests.emulator.build")
-pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
-
 from cupy_dma.torch import DynamicMaskAttention  # noqa: E402
-from tests import emulator  # noqa: E402
 from tests.oracle import layer_cases  # noqa: E402
 from tests.oracle.torch_inputs import same_numbers  # noqa: E402, F401
-
-
-@pytest.fixture(autouse=True)
-def device():
-    with emulator.using(build=os.environ.get("CUPY_DMA_EMULATOR_BUILD", "watched")) as runtime:
-        yield runtime
 
 
 @pytest.mark.parametrize("how", layer_cases.INPUTS)

@@ -11,13 +11,8 @@ import pytest
 import cupy_dma as dma
 from cupy_dma.arrays import numpy_dtype
 from cupy_dma.backward import attention_backward
+from tests import emulator
 from tests.oracle import reference, schedule_cases
-
-build = pytest.importorskip("tests.emulator.build")
-pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
-
-from tests import emulator  # noqa: E402
-from tests.emulator.tests.test_forward import BUILD  # noqa: E402
 
 KERNELS = ("portable", "hopper", "flash decode")
 
@@ -26,7 +21,7 @@ KERNELS = ("portable", "hopper", "flash decode")
 def gpu(kernel):
     """Of "hopper lists" the gradients take two passes, by lists whatever they leave out."""
     hopper = kernel.startswith("hopper")
-    with (emulator.hopper_gpu(build=BUILD) if hopper else emulator.using(build=BUILD) as runtime,
+    with (emulator.hopper_gpu() if hopper else emulator.using() as runtime,
           schedule_cases.hopper_gradients(False if "lists" in kernel else None)):
         yield runtime
 
@@ -163,7 +158,7 @@ def test_a_cache_of_low_scores():
     q, k, v = (rng.standard_normal((1, 4, 1, 16)).astype(np.float16) for _ in range(3))
     scores = np.full((1, 1, 4), np.finfo(np.float32).min)
     cache = dma.DynamicCache(1, 1, 8, 16, like=q, dtype="float16", backend="emulator")
-    with emulator.using(build=BUILD):
+    with emulator.using():
         for i in range(4):
             one = slice(i, i + 1)
             out, lse = cache.extend(q[:, one], k[:, one], v[:, one], scores[:, :, one], return_lse=True)

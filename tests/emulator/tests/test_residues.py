@@ -11,12 +11,8 @@ import pytest
 import cupy_dma as dma
 from cupy_dma.backends.cuda.attention import sm90
 from cupy_dma.backward import attention_backward
+from tests import emulator
 from tests.oracle import by_element, schedule_cases
-
-build = pytest.importorskip("tests.emulator.build")
-pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
-
-from tests import emulator  # noqa: E402
 
 
 @pytest.fixture(params=["portable", "hopper"])

@@ -8,15 +8,11 @@ import pytest
 import cupy_dma as dma
 from cupy_dma import backends
 from cupy_dma.backends.cuda.attention import sm90
+from tests import emulator
+from tests.emulator.tests.test_forward import ORDERS, bits
 from tests.gpu import test_sm90
 from tests.gpu.sm90_tiles import TILES
 from tests.oracle import cases, schedule_cases, varlen_cases
-
-build = pytest.importorskip("tests.emulator.build")
-pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
-
-from tests import emulator  # noqa: E402
-from tests.emulator.tests.test_forward import BUILD, ORDERS, bits  # noqa: E402
 
 everything = test_sm90.everything
 
@@ -40,7 +36,7 @@ GRID = {  # by tile: what differs in the kernel, and in its masks
 def gpu(monkeypatch):
     """Tensors on the CPU go to the emulated GPU."""
     monkeypatch.setattr(backends, "_FOR_CPU", "emulator")
-    with emulator.hopper_gpu(build=BUILD) as runtime:
+    with emulator.hopper_gpu() as runtime:
         yield runtime
 
 
@@ -212,5 +208,5 @@ def test_the_order_of_threads_and_blocks_changes_no_bit(tile, everything):
     everything(*TILES[tile])
     expected = some_calls()
     for order in ORDERS:
-        with emulator.hopper_gpu(build=BUILD, order=order):
+        with emulator.hopper_gpu(order=order):
             assert all(np.array_equal(bits(ours), bits(others)) for ours, others in zip(some_calls(), expected))

@@ -18,13 +18,9 @@ from cupy_dma.arrays import numpy_dtype
 from cupy_dma.backends.cuda.attention import sm90_backward
 from cupy_dma.backends.cuda.runtime.program import fresh
 from cupy_dma.backward import attention_backward, varlen_attention_backward
+from tests import emulator
+from tests.emulator.tests.test_forward import ORDERS, bits
 from tests.oracle import by_element, cases, schedule_cases, varlen_cases
-
-build = pytest.importorskip("tests.emulator.build")
-pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
-
-from tests import emulator  # noqa: E402
-from tests.emulator.tests.test_forward import BUILD, ORDERS, bits  # noqa: E402
 
 GRID = ("float16-D64", "bfloat16-D128", "bfloat16-D40", "float16-D16", "bfloat16-D256", "mask-window",
         "mask-top_w_padding", "mask-padding", "mask-documents", "mask-global", "causal-and-padding", "heads-6/2-top_w",
@@ -42,7 +38,7 @@ VARLEN = ("float16-causal", "bfloat16-none", "tail-none", "short-none", "heads-6
 
 @pytest.fixture(autouse=True)
 def gpu():
-    with emulator.hopper_gpu(build=BUILD) as runtime, in_one_pass():
+    with emulator.hopper_gpu() as runtime, in_one_pass():
         yield runtime
 
 
@@ -147,7 +143,7 @@ def test_steps_of_dense_masks(options, served, served_query):
         found = gradients("emulator", **options)
     check(found, **options)
     assert served.called and served_query.called
-    with emulator.hopper_gpu(build=BUILD, order=ORDERS[-1]), schedule_cases.num_sms(2):
+    with emulator.hopper_gpu(order=ORDERS[-1]), schedule_cases.num_sms(2):
         again = gradients("emulator", **options)
     assert all(np.array_equal(bits(x), bits(y)) for x, y in zip(found, again))
 
@@ -239,7 +235,7 @@ def test_tiles_in_parts(options, count, steps, deterministic, served):
     parts = sm90_backward.QuerySplits(count, steps)
     with mock.patch.object(sm90_backward, "query_splits_of", lambda *arguments: parts):
         found = gradients("emulator", **options)
-        with emulator.hopper_gpu(build=BUILD, order=ORDERS[-1]), schedule_cases.num_sms(3):
+        with emulator.hopper_gpu(order=ORDERS[-1]), schedule_cases.num_sms(3):
             again = gradients("emulator", **options)
     check(found, **options)
     assert served.call_args.args[-2] == parts
@@ -364,7 +360,7 @@ def test_the_order_of_threads_and_blocks_changes_no_bit(options, deterministic, 
     """Only those of the queries, and only in one pass."""
     options = options | {"deterministic": deterministic}
     expected = in_order(**options)
-    with emulator.hopper_gpu(build=BUILD, order=order), schedule_cases.num_sms(3):
+    with emulator.hopper_gpu(order=order), schedule_cases.num_sms(3):
         got = gradients("emulator", **options)
     for name, ours, other in zip(got._fields, got, expected):
         if ours is not None and (deterministic or name != "query"):

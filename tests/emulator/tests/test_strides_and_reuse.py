@@ -10,19 +10,14 @@ import pytest
 import cupy_dma as dma
 from cupy_dma.backends.cuda.attention import sm90_backward
 from cupy_dma.backward import attention_backward, dynamic_mask_attention_backward
+from tests import emulator
 from tests.oracle import by_element
-
-build = pytest.importorskip("tests.emulator.build")
-pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
-
-from tests import emulator  # noqa: E402
-from tests.emulator.tests.test_forward import BUILD  # noqa: E402
 
 
 @pytest.fixture(autouse=True, params=["portable", "hopper"])
 def device(request):
     """The Hopper kernels make gradients however few tiles there are."""
-    with (emulator.hopper_gpu(build=BUILD) if request.param == "hopper" else emulator.using(build=BUILD) as runtime,
+    with (emulator.hopper_gpu() if request.param == "hopper" else emulator.using() as runtime,
           mock.patch.object(sm90_backward, "MIN_TILES", 0.0)):
         yield runtime
 

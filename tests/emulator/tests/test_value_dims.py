@@ -14,15 +14,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("cupy")
 
 from cupy_dma.calls import run  # noqa: E402
-from tests import emulator  # noqa: E402
 
 N, D, DV = 600, 16, 24
-
-
-@pytest.fixture(autouse=True)
-def device():
-    with emulator.using() as runtime:
-        yield runtime
 
 
 @pytest.mark.parametrize("how", ["attention", "top_w"])

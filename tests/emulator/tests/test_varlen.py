@@ -12,14 +12,10 @@ from cupy_dma.backends.cuda.lists.varlen import with_own_bounds
 from cupy_dma.backends.cuda.runtime.program import run
 from cupy_dma.backward import varlen_attention_backward
 from cupy_dma.calls.sequences import sequences_of
+from tests import emulator
+from tests.emulator.tests.test_forward import ORDERS, bits
 from tests.oracle import schedule_cases
 from tests.oracle import varlen_cases as cases
-
-build = pytest.importorskip("tests.emulator.build")
-pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
-
-from tests import emulator  # noqa: E402
-from tests.emulator.tests.test_forward import BUILD, ORDERS, bits  # noqa: E402
 
 FORWARD = [c for c in cases.CASES + cases.PAGES if c.dtype != "float64"]
 BACKWARD = [c for c in FORWARD if not c.page_size and c.name.startswith((
@@ -29,12 +25,6 @@ BACKWARD = [c for c in FORWARD if not c.page_size and c.name.startswith((
 
 def named(name: str) -> cases.Case:
     return next(c for c in cases.CASES + cases.PAGES + cases.SUPERS + cases.LONG if c.name == name)
-
-
-@pytest.fixture(autouse=True)
-def device():
-    with emulator.using(build=BUILD) as runtime:
-        yield runtime
 
 
 @pytest.mark.parametrize("case", FORWARD + cases.LONG, ids=str)
@@ -86,7 +76,7 @@ def everything_in_order():
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 def test_the_order_of_threads_and_blocks_changes_no_bit(order):
     expected = everything_in_order()
-    with emulator.using(build=BUILD, order=order):
+    with emulator.using(order=order):
         got = everything()
     assert all(np.array_equal(bits(a), bits(b)) for a, b in zip(got, expected))
 
@@ -111,7 +101,7 @@ def test_bad_queries_stay_in_their_sequence():
                 assert np.array_equal(bits(x[:30]), bits(y[:30])) and not np.isfinite(x[30:]).any()
 
     check()
-    with emulator.hopper_gpu(build=BUILD), schedule_cases.hopper_gradients(True):
+    with emulator.hopper_gpu(), schedule_cases.hopper_gradients(True):
         check()
 
 
