@@ -30,9 +30,7 @@ FEW_DELAYS = [case for case in delay_cases.CASES if case.name in delay_cases.FEW
 MASKED = [case for case in CASES if case.name.startswith(("mask-", "causal-and-", "bias-", "softcap"))]
 
 
-# ---- the grid -----------------------------------------------------------------------------------------------------
-
-
+# ---- the grid ----
 @pytest.mark.parametrize("case", CASES + FEW_DELAYS, ids=str)
 def test_forward_grid(case):
     cases.check(case, *cases.run(case, backend="flex"))
@@ -89,9 +87,7 @@ def test_only_what_is_needed(needs):
     cases.check_backward(case, found)
 
 
-# ---- isolation of non-finite values -------------------------------------------------------------------------------
-
-
+# ---- isolation of non-finite values ----
 def hidden_case(rng):
     """A call in which no query sees keys 7, 8 and 30, and queries 0 to 9 have no visible keys."""
     q, k, v = draw(rng, lq=70)
@@ -162,9 +158,7 @@ def test_a_bad_key_that_some_see(rng):
     np.testing.assert_allclose(np.delete(out, 3, 3), np.delete(clean, 3, 3), atol=1e-6)  # no other column of D
 
 
-# ---- blocks -------------------------------------------------------------------------------------------------------
-
-
+# ---- blocks ----
 @pytest.mark.parametrize("case", [case for case in MASKED if case.mask != "none" or case.causal], ids=str)
 @pytest.mark.parametrize("lengths", [(70, 70), (300, 270), (128, 384)])
 def test_blocks_and_keys_are_those_of_the_dense_mask(case, lengths, monkeypatch):
@@ -194,9 +188,7 @@ def test_blocks_and_keys_are_those_of_the_dense_mask(case, lengths, monkeypatch)
     assert np.array_equal(spread(listed.to_dense().numpy().astype(bool), case.heads), blocks.any((3, 5)))
 
 
-# ---- the path of compiled kernels ---------------------------------------------------------------------------------
-
-
+# ---- the path of compiled kernels ----
 @pytest.fixture
 def traced(monkeypatch):
     """CPU arrays take the path of CUDA arrays, with torch's tracer but without its compiler."""
@@ -254,9 +246,7 @@ def test_many_configurations(traced, rng):
                                    dma.attention(q, k, v, causal=True), atol=1e-5)
 
 
-# ---- torch --------------------------------------------------------------------------------------------------------
-
-
+# ---- torch ----
 @pytest.mark.parametrize("compiled", [False, True])
 def test_torch_gradients(rng, compiled):
     """Through autograd, and through an operator below which the dispatcher has no autograd and no vmap."""
@@ -292,9 +282,7 @@ def test_varlen_is_refused(rng):
         passes.attention(Varlen())
 
 
-# ---- scores and selection -----------------------------------------------------------------------------------------
-
-
+# ---- scores and selection ----
 @given(problems())
 @settings(max_examples=80, deadline=None)
 def test_selection(problem):

@@ -81,9 +81,7 @@ def attend(group: Any, case: Case, device: str = "cpu", room: bool = False) -> d
         "front": None if front is None else (front.index.cpu(), front.filled.cpu())}
 
 
-# ---- calls that go wrong --------------------------------------------------------------------------------------------
-
-
+# ---- calls that go wrong ----
 def call(group: Any, changes: dict[int, dict[str, Any]], warm: bool = False) -> Tensor:
     """A usual call, with other arguments on some ranks; before it, if ``warm``, one with the same everywhere."""
     rank = dist.get_rank(group)

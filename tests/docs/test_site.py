@@ -133,9 +133,7 @@ def test_tables_and_pictures_are_made(site):
     assert "--window" in (site / "api" / "cli.html").read_text()
 
 
-# ---- in a browser -------------------------------------------------------------------------------------------------
-
-
+# ---- in a browser ----
 @pytest.fixture(scope="module")
 def browser():
     api = pytest.importorskip("playwright.sync_api")

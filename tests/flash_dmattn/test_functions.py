@@ -34,9 +34,7 @@ def check(out, qkv, mask=None, bias=None, causal=False, scale=None, softcap=0.0,
         reference.assert_matches_reference(lse, ref_lse, plain_lse, lse.dtype)
 
 
-# ---- masks and biases ---------------------------------------------------------------------------------------------
-
-
+# ---- masks and biases ----
 @pytest.mark.parametrize("shape", MASK_SHAPES, ids=str)
 def test_every_broadcast_shape(shape, convert, qkv, rng):
     mask, bias = rng.random(shape) < 0.6, rng.standard_normal(shape).astype(np.float32)
@@ -217,9 +215,7 @@ def test_gradients_are_those_of_attention(qkv, rng):
         np.testing.assert_allclose(a.numpy(), b, rtol=1e-10, atol=1e-12)
 
 
-# ---- options, names, results --------------------------------------------------------------------------------------
-
-
+# ---- options, names, results ----
 def test_none_is_the_default_of_every_option(convert, qkv):
     arrays = [convert(x) for x in qkv]
     out = flash_dmattn_func(*arrays, None, None, None, None, None, None, None)
@@ -304,9 +300,7 @@ def test_torch_compile(qkv):
                            run(q, k, v, given))
 
 
-# ---- backends -----------------------------------------------------------------------------------------------------
-
-
+# ---- backends ----
 def test_flags_and_names_agree():
     names = flash_dmattn.get_available_backends()
     assert names == [name for name in ("cuda", "triton", "flex", "numpy") if backends.why_not(name) is None]
@@ -367,9 +361,7 @@ def test_backends_on_a_gpu(name, shape, rng):
         reference.assert_matches_reference(x.cpu().numpy(), ref, plain, np.float16, factor=3, terms=size)
 
 
-# ---- the package --------------------------------------------------------------------------------------------------
-
-
+# ---- the package ----
 def test_names():
     for name in flash_dmattn.__all__:
         assert getattr(flash_dmattn, name) is not None and name in dir(flash_dmattn)

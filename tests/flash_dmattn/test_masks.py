@@ -48,8 +48,7 @@ def biases(rng, *shape):
     return bias
 
 
-# ---- masks --------------------------------------------------------------------------------------------------------
-
+# ---- masks ----
 SHAPES = [((B, HKV, LQ, LK), (B, 1, 1, LK)), ((B, HKV, 1, LK), (1, 1, LQ, LK)), ((1, 1, 1, LK), (B, H, LQ, LK)),
           ((B, H, LQ, LK), None)]
 
@@ -161,9 +160,7 @@ def test_errors_of_masks(call, kind, words, rng):
         assert word in str(caught.value), str(caught.value)
 
 
-# ---- padding ------------------------------------------------------------------------------------------------------
-
-
+# ---- padding ----
 @pytest.mark.parametrize("form", [bool, np.int64])
 def test_unpad_and_pad(form, convert, rng):
     hidden, mask = rng.standard_normal((3, LK, 2, 4)).astype(np.float32), rng.random((3, LK)) < 0.6
@@ -222,9 +219,7 @@ def test_errors_of_padding(call, words):
         assert word in str(caught.value), str(caught.value)
 
 
-# ---- the first generation -----------------------------------------------------------------------------------------
-
-
+# ---- the first generation ----
 @pytest.fixture
 def data(rng):
     shapes = {"query": (B, LQ, H, D), "key": (B, LK, HKV, D), "value": (B, LK, HKV, D)}

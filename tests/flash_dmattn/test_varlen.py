@@ -200,9 +200,7 @@ def test_gradients(shape, rows, rng):
         np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)
 
 
-# ---- paged KV cache -----------------------------------------------------------------------------------------------
-
-
+# ---- paged KV cache ----
 @pytest.mark.parametrize("with_mask", [False, True])
 def test_paged_kv_cache(with_mask, convert, rows, rng):
     size, most = 3, 3

@@ -33,9 +33,17 @@ from cupy_dma.backends.cuda.attention.sm90_tiles import TILES, HopperTile
 from cupy_dma.backends.cuda.decode import step
 from cupy_dma.backends.cuda.runtime.device import CudaRuntime
 from cupy_dma.backends.cuda.runtime.program import fresh, overridden
-from cupy_dma.backward import attention_backward, key_scores_backward, varlen_attention_backward
+from cupy_dma.backward import attention_backward, varlen_attention_backward
 from tests.gpu.sm90_tiles import portable, taken
-from tests.oracle import cases, delay_cases, reference, schedule_cases, selection_cases, varlen_cases
+from tests.oracle import (
+    cases,
+    delay_cases,
+    reference,
+    schedule_cases,
+    score_cases,
+    selection_cases,
+    varlen_cases,
+)
 from tests.oracle.cache_cases import History
 
 LENGTHS = ("lengths-1x70", "lengths-33x129", "lengths-129x33")
@@ -67,7 +75,7 @@ def hopper_forward(tile: HopperTile, largest: int) -> int:
     with (fresh(), taken(tile, range(smallest, largest + 1)),
           mock.patch.object(CudaRuntime, "num_sms", lambda runtime, index: 2)):
         return (forward(("float16", "bfloat16")) + varlen_forward(("float16", "bfloat16")) + rising_logits(largest)
-                + cut_tiles(largest) + split_tiles(largest) + short_tiles(largest) + rotated_tiles(largest))
+                + schedules(largest))
 
 
 def rising_logits(head_dim: int) -> int:
@@ -90,64 +98,29 @@ def rising_logits(head_dim: int) -> int:
     return count
 
 
-def cut_tiles(head_dim: int) -> int:
-    """The same bits on two SMs as on one."""
+def schedules(head_dim: int) -> int:
+    """The results of one SM on several: tiles that are cut by rows, split along their keys or short, and keys that do
+    not fit into L2, where CTAs go on by a place from one full wave to the next."""
     count = 0
-    for name, exact in schedule_cases.CASES.items():
-        results = []
-        for num_sms in (1, 2):
-            with schedule_cases.num_sms(num_sms):
-                results.append(schedule_cases.run(name, 2, 1, head_dim, cupy.asarray, length=303))
-        for ours, expected in zip(*results):
-            assert not exact or cupy.array_equal(ours.view(cupy.int16), expected.view(cupy.int16))
-        count += 1
+    rotated = mock.patch.multiple(sm90_schedule, SWIZZLE_GROUP_BYTES=1, _rotation=lambda *facts: 1)
+    for names, sms, how, around in (
+            (schedule_cases.CASES, (2,), {}, contextlib.nullcontext()),
+            (schedule_cases.CASES, (7, 25), {"split": True}, contextlib.nullcontext()),
+            (("none", "lists", "lists of all tiles"), (6, 10), {"short_tiles": True}, contextlib.nullcontext()),
+            (("lists",), (2, 3), {}, rotated)):
+        for name in names:
+            with around:
+                results = []
+                for num_sms, options in ((1, {}), *((n, how) for n in sms)):
+                    with schedule_cases.num_sms(num_sms, **options):
+                        results.append(schedule_cases.run(name, 2, 1, head_dim, cupy.asarray, length=303))
+            exact = not how and schedule_cases.CASES[name]
+            for ours, expected, error in ((*pair, error) for others in results[1:]
+                                          for *pair, error in zip(others, results[0], (2**-8, 1e-4))):
+                assert not exact or cupy.array_equal(ours.view(cupy.int16), expected.view(cupy.int16))
+                assert cupy.allclose(ours.astype("f4"), expected.astype("f4"), rtol=0, atol=error, equal_nan=True)
+            count += 1
     return count
-
-
-def short_tiles(head_dim: int) -> int:
-    """In the last wave, after whole ones or without any: nearly as on one SM."""
-    count = 0
-    for name in ("none", "lists", "lists of all tiles"):
-        results = []
-        for num_sms in (1, 6, 10):
-            with schedule_cases.num_sms(num_sms, short_tiles=num_sms > 1):
-                results.append(schedule_cases.run(name, 2, 1, head_dim, cupy.asarray, length=303))
-        check_nearly_same(results)
-        count += 1
-    return count
-
-
-def split_tiles(head_dim: int) -> int:
-    """Along their keys, after whole waves or without any: nearly as on one SM."""
-    count = 0
-    for name in schedule_cases.CASES:
-        results = []
-        for num_sms in (1, 7, 25):
-            with schedule_cases.num_sms(num_sms, split=num_sms > 1):
-                results.append(schedule_cases.run(name, 2, 1, head_dim, cupy.asarray, length=303))
-        check_nearly_same(results)
-        count += 1
-    return count
-
-
-def rotated_tiles(head_dim: int) -> int:
-    """Keys that do not fit into L2, and CTAs that go on by a place from one full wave to the next: the same bits on two
-    and three SMs as on one."""
-    results = []
-    with (mock.patch.object(sm90_schedule, "SWIZZLE_GROUP_BYTES", 1),
-          mock.patch.object(sm90_schedule, "_rotation", lambda *facts: 1)):
-        for num_sms in (1, 2, 3):
-            with schedule_cases.num_sms(num_sms):
-                results.append(schedule_cases.run("lists", 2, 1, head_dim, cupy.asarray, length=303))
-    for ours, expected in ((x, y) for result in results[1:] for x, y in zip(result, results[0])):
-        assert cupy.array_equal(ours.view(cupy.int16), expected.view(cupy.int16))
-    return 1
-
-
-def check_nearly_same(results: list[Any]) -> None:
-    for others in results[1:]:
-        for ours, expected, error in zip(others, results[0], (2**-8, 1e-4)):
-            assert cupy.allclose(ours.astype("f4"), expected.astype("f4"), rtol=0, atol=error, equal_nan=True)
 
 
 def backward() -> int:
@@ -173,8 +146,7 @@ def super_tiles() -> int:
             out, lse = dma.attention(*args, mask=mask, bias=bias, return_lse=True)
             found.append(attention_backward(args[0], *args, out, lse, mask=mask, bias=bias))
         for ours, other in zip(*found):
-            x, y = cupy.asnumpy(ours).astype(np.float64), other.astype(np.float64)
-            assert np.linalg.norm(x - y) < 1e-2 * np.linalg.norm(y)
+            reference.check_norm(cupy.asnumpy(ours), other)
     return 3
 
 
@@ -198,8 +170,7 @@ def lifetimes() -> int:
                                                     deterministic=not one_pass)[:3])
                     found[-1] += _packed(*(x[0] for x in (upstream, *args)), mask)
             for ours, other in zip(*found):
-                x, y = cupy.asnumpy(ours).astype(np.float64), other.astype(np.float64)
-                assert np.linalg.norm(x - y) < 1e-2 * np.linalg.norm(y)
+                reference.check_norm(cupy.asnumpy(ours), other)
             count += 1
     return count
 
@@ -319,38 +290,20 @@ def _selections() -> int:
     count = 0
     for length, window in ((1, 1), (1030, 3), (2500, 130), (2500, (130, 3, 40))):
         scores = np.stack([rng.integers(-50, 50, length), rng.standard_normal(length), np.ones(length)])[None]
-        scores = scores.astype(np.float32)
-        padding = rng.random((1, length)) < 0.8
-        ids = np.cumsum(rng.random((1, length)) < 3 / length, axis=-1).astype(np.int32)
-        lengths = np.array([0, length // 3, length // 3, length])
-        candidates = ({}, {"padding": padding}, {"documents": ids}, {"documents": lengths})
+        candidates = *selection_cases.options_of(length)[:3], {
+            "documents": np.array([0, length // 3, length // 3, length])}
         for options, keys in itertools.product(candidates, ("prefix", "global")):
-            expected = dma.IntervalMask.top_w(scores, window, keys=keys, **options)
-            mask = dma.IntervalMask.top_w(cupy.asarray(scores), window, keys=keys,
-                                          **{name: cupy.asarray(x) for name, x in options.items()})
-            assert np.array_equal(cupy.asnumpy(mask.start), expected.start)
-            assert np.array_equal(cupy.asnumpy(mask.stop), expected.stop)
+            selection_cases.check(scores.astype(np.float32), window, cupy.asarray, cupy.asnumpy, keys=keys, **options)
             count += 1
     return count
 
 
 def key_scores() -> int:
-    rng = np.random.default_rng(0)
     shapes = ((1, 70, 1, 64), (2, 33, 8, 128), (1, 41, 3, 33), (1, 37, 20, 64), (1, 37, 3, 40))
-    cases = [(shape, kind) for shape in shapes for kind in ("float32", "bfloat16")]
-    for shape, kind in cases:
-        value = rng.standard_normal(shape).astype(numpy_dtype("bfloat16"))
-        weight = (rng.standard_normal((shape[2], shape[2] * shape[3])) / 8).astype(numpy_dtype(kind))
-        a = np.ones(shape[2], np.float32)
-        got = cupy.asnumpy(dma.key_scores(*(cupy.asarray(x) for x in (value, weight, a))))
-        np.testing.assert_allclose(got, reference.key_scores(value, weight, a), rtol=2e-5)
-        upstream = rng.standard_normal(got.shape).astype(np.float32)
-        found = key_scores_backward(*(cupy.asarray(x) for x in (upstream, value, weight, a)))
-        expected = key_scores_backward(*(x.astype(np.float64) for x in (upstream, value, weight, a)))
-        for ours, other in zip(found[:3], expected[:3]):
-            x = cupy.asnumpy(ours).astype(np.float64)
-            assert np.linalg.norm(x - other) < 1e-2 * np.linalg.norm(other)
-    return len(cases)
+    for shape, kind in itertools.product(shapes, ("float32", "bfloat16")):
+        score_cases.check(shape, "bfloat16", "exp", kind, cupy.asarray, cupy.asnumpy)
+        score_cases.check_backward(shape, "bfloat16", "exp", cupy.asarray, cupy.asnumpy)
+    return 2 * len(shapes)
 
 
 def in_portable_kernels(suite: Callable[[], int]) -> int:

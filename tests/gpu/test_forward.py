@@ -166,7 +166,7 @@ def test_selection_of_long_sequences(kind, length, window):
     scores = selection_cases.awkward_scores(kind, 2, length)
     for options, counted in itertools.product(selection_cases.options_of(length), (False, True)):
         with selection_cases.counting(counted):
-            selection_cases.check_stop(scores, window, converter("cupy"), host, **options)
+            selection_cases.check(scores, window, converter("cupy"), host, **options)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])

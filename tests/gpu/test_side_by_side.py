@@ -49,9 +49,7 @@ def poisoned_pool() -> Any:
     return graph
 
 
-# ---- graphs ---------------------------------------------------------------------------------------------------------
-
-
+# ---- graphs ----
 @pytest.mark.parametrize("warm", [False, True], ids=["first call", "called before"])
 @pytest.mark.parametrize("second_alone", [True, False])
 def test_a_mask_in_two_graphs(warm, second_alone):
@@ -195,9 +193,7 @@ def test_memory_of_cupy_graphs_is_let_go():
     assert max(used[10:]) <= max(used[:10])
 
 
-# ---- threads and streams --------------------------------------------------------------------------------------------
-
-
+# ---- threads and streams ----
 def in_threads(count: int, work: Any) -> None:
     """``work(number)`` in this many threads; the first error is raised here."""
     errors: list[BaseException] = []

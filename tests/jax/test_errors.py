@@ -127,8 +127,6 @@ def test_a_warning_where_the_axes_look_turned():
 
 
 # ---- in a callback ----
-
-
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
 def test_an_exception_in_a_callback_reaches_the_user(monkeypatch, jitted):
     def broken(call):
@@ -154,8 +152,6 @@ def test_checked_values(monkeypatch):
 
 
 # ---- which jax ----
-
-
 def test_an_old_jax(monkeypatch):
     old = {"jax": SimpleNamespace(__version__="0.5.3"), "jax.tree_util": SimpleNamespace(register_static=None),
            "jax.lax": SimpleNamespace()}

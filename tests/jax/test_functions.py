@@ -80,8 +80,6 @@ def test_masks_of_kv_heads_and_of_query_heads_together(dense):
 
 
 # ---- the same bits, eager and jitted, and as from NumPy arrays ----
-
-
 FUNCTIONS = {
     "scores": lambda q, k, v, s: dj.dynamic_mask_attention(q, k, v, s, window=5, return_lse=True),
     "softcap": lambda q, k, v, s: dj.dynamic_mask_attention(q, k, v, s, window=5, softcap=2.0, scale=0.5),
@@ -190,8 +188,6 @@ def test_attention_with_a_selection_is_dynamic_mask_attention():
 
 
 # ---- masks ----
-
-
 def test_masks_are_pytrees():
     s = draw()[3]
     mask = dj.top_w(s, 5)

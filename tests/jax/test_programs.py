@@ -52,8 +52,6 @@ def launches(monkeypatch):
 
 
 # ---- on the emulator ----
-
-
 @needs_emulator
 def test_a_training_step_is_two_programs(made, monkeypatch):
     """On the CUDA kernels; the emulator watches that operands are not written, and results and workspace are before
@@ -135,8 +133,6 @@ def test_documents_and_global_keys_are_in_programs(made, monkeypatch):
 
 
 # ---- through the buffers of a GPU ----
-
-
 def forward_task(**options):
     return Task("dynamic", None, options=(False, 0.3, 0.0, False), hints=programs_hints(), selection=(5, "prefix"),
                 **options)
@@ -214,8 +210,6 @@ def test_gradients_through_a_gpus_buffers(monkeypatch):
 
 
 # ---- what jax is told ----
-
-
 def test_results_are_what_the_tasks_say():
     kinds = {"query": ((B, N, 4, 8), "bfloat16"), "value": ((B, N, HKV, 8), "bfloat16")}
     assert programs.results_of(forward_task(), {**kinds, "bias": ((B, HKV, N), "float32")}) == [

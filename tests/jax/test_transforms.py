@@ -35,8 +35,6 @@ def close(a, b):
 
 
 # ---- checkpoint, scan, donation ----
-
-
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
 def test_checkpoint(jitted):
     arguments, gradient = draw(), jax.grad(loss(jax.checkpoint(attend)), (0, 1, 2, 3))
@@ -77,8 +75,6 @@ def test_one_array_in_several_places():
 
 
 # ---- which gradients ----
-
-
 @pytest.mark.parametrize("wanted", [(0,), (1, 2), (3,)], ids=str)
 def test_only_gradients_that_are_asked_for_are_computed(monkeypatch, wanted):
     seen, real = [], numpy_backend.attention_backward
@@ -139,8 +135,6 @@ def test_forward_mode_raises():
 
 
 # ---- vmap ----
-
-
 def stacked(*axes):
     """``draw`` with a new axis, at that place of each array; None: without one."""
     draws = [draw(seed) for seed in range(V)]
@@ -252,8 +246,6 @@ def test_vmap_over_an_axis_that_is_no_batch(axis):
 
 
 # ---- shard_map ----
-
-
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map(check_vma):
     """Two devices, half of the batch each; replicated parameters get the sum of the gradients."""

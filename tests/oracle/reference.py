@@ -35,9 +35,7 @@ def key_scores(value, dt_proj, A, dt_bias=None, form="exp") -> np.ndarray:
     return scores
 
 
-# ---- selection ----------------------------------------------------------------------------------------------------
-
-
+# ---- selection ----
 def _ranks(scores) -> list[tuple[bool, float, int]]:
     """Comparable ranks of one row: NaN above everything, then the score (-0 == +0), then the newest."""
     return [(math.isnan(s), 0.0 if math.isnan(s) else s, j) for j, s in enumerate(_f64(scores).tolist())]
@@ -103,9 +101,7 @@ def prefix_stop(scores, window, padding=None, document=None) -> np.ndarray:
     return stop
 
 
-# ---- attention ----------------------------------------------------------------------------------------------------
-
-
+# ---- attention ----
 def visible_pairs(shape, dense_mask=None, causal=False) -> np.ndarray:
     """bool ``(B, H, Lq, Lk)`` of a mask ``(1|B, 1|Hkv|H, 1|Lq, 1|Lk)``, cut by causality if asked."""
     lq, lk = shape[2:]
@@ -207,9 +203,7 @@ def _softmax_rows(query, key, value, dense_mask, bias, causal, scale, softcap, s
     return out, lse
 
 
-# ---- gradients ----------------------------------------------------------------------------------------------------
-
-
+# ---- gradients ----
 def attention_gradients(dout, query, key, value, dense_mask=None, bias=None, causal=False, scale=None, softcap=0.0,
                         dlse=None, sinks=None, bias_delay=0) -> tuple[np.ndarray, ...]:
     """dquery, dkey, dvalue, dbias of section 6 in float64 (dbias None without a bias), and dsinks with sinks."""
@@ -312,11 +306,15 @@ def key_scores_gradients(dscores, value, dt_proj, A, dt_bias=None, form="exp", w
             (dstate * softplus).sum((0, 2)), ddt.sum((0, 2))]
 
 
-# ---- when a result counts as right --------------------------------------------------------------------------------
-
-
+# ---- when a result counts as right ----
 def _largest(array) -> float:
     return float(np.max(np.abs(array[np.isfinite(array)]), initial=0.0))
+
+
+def check_norm(found: np.ndarray, expected: np.ndarray, bound: float = 1e-2) -> None:
+    """The norm of the error, relative to that of what is expected."""
+    x, y = found.astype(np.float64), expected.astype(np.float64)
+    assert np.isfinite(x).all() and np.linalg.norm(x - y) <= bound * np.linalg.norm(y)
 
 
 def one_rounding(largest: float, dtype) -> float:

@@ -56,13 +56,13 @@ def options_of(length: int) -> list[dict[str, np.ndarray]]:
     return [{}, padding, documents, padding | documents]
 
 
-def check_stop(scores: np.ndarray, window: Any, convert: Any = np.asarray, back: Any = np.asarray,
-               backend: str | None = None, **options: Any) -> None:
+def check(scores: np.ndarray, window: Any, convert: Any = np.asarray, back: Any = np.asarray,
+          backend: str | None = None, **options: Any) -> None:
     """Against the heap of the NumPy backend, which is tested against the definition."""
-    mask = dma.IntervalMask.top_w(convert(scores), window, **{name: convert(x) for name, x in options.items()},
-                                  backend=backend)
+    moved = {name: convert(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
+    mask = dma.IntervalMask.top_w(convert(scores), window, **moved, backend=backend)
     expected = dma.IntervalMask.top_w(scores, window, **options, backend="numpy")
-    assert np.array_equal(back(mask.stop), expected.stop)
+    assert np.array_equal(back(mask.start), expected.start) and np.array_equal(back(mask.stop), expected.stop)
 
 
 def check_definition(problem: tuple[Any, ...], convert: Any = np.asarray, back: Any = np.asarray,

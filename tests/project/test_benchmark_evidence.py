@@ -31,9 +31,7 @@ def quickly(monkeypatch):
     torch.set_num_threads(threads)
 
 
-# ---- tasks ----------------------------------------------------------------------------------------------------------
-
-
+# ---- tasks ----
 def test_answers_follow_their_keys():
     recall = Recall(length=64, pairs=16, names=40)
     batch = recall.batch(8, [torch.Generator().manual_seed(seed) for seed in (0, 1)])
@@ -75,9 +73,7 @@ def test_contexts_end_ahead_of_the_code():
             assert content[:256].endswith(content[where - text.CODE.start:where])
 
 
-# ---- models ---------------------------------------------------------------------------------------------------------
-
-
+# ---- models ----
 @pytest.mark.parametrize("how", [
     Attention("full"), Attention("window", 5), Attention("bias", form="linear", start=1.0),
     Attention("selection", 5, start=0.5, drawn=True), Attention("dynamic", 5, recent=2, sinks=1, start=1.0),
@@ -163,9 +159,7 @@ def test_loss_by_position():
     assert torch.tensor(found).allclose(expected, atol=1e-3)
 
 
-# ---- scripts --------------------------------------------------------------------------------------------------------
-
-
+# ---- scripts ----
 def started(module, folder, *arguments):
     return module.main(["--size", "tiny", "--device", "cpu", "--out", str(folder), "--commit", "abc", *arguments])
 

@@ -265,9 +265,7 @@ def test_generation_on_a_gpu(generate, capsys, dtype):
     pytest.fail("the last tokens took 1.5 times as long as the first ones, three times over")
 
 
-# ---- eviction policies and key biases -----------------------------------------------------------------------------
-
-
+# ---- eviction policies and key biases ----
 def test_eviction_policies(capsys):
     from examples import eviction
 
@@ -359,9 +357,7 @@ def test_gates_learn_through_their_key_bias(rng):
     assert gradients[0].abs().max() > 0.01
 
 
-# ---- JAX ------------------------------------------------------------------------------------------------------------
-
-
+# ---- JAX ----
 def test_training_in_jax(capsys):
     pytest.importorskip("jax", minversion="0.9")
     pytest.importorskip("flax")

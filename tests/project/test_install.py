@@ -108,8 +108,7 @@ def test_readme_and_page_name_extras_and_the_wheel_as_they_are():
     assert set(re.findall(r"cupy_dma-([\d.]+)-py3", PAGE)) == {PROJECT["version"]}
 
 
-# ---- torch for the tests: make tries names and indexes in turn ------------------------------------------------------
-
+# ---- torch for the tests: make tries names and indexes in turn ----
 CPU, CUDA = "2.13.0+cpu", "2.13.0"  # builds; the CUDA one needs what tests/no-cuda-torch.txt refuses
 
 

@@ -179,9 +179,7 @@ def test_open_gates_are_the_model_before():
     assert all(gate.enabled for gate in retrofit.gates_of(model).values())
 
 
-# ---- resuming -------------------------------------------------------------------------------------------------------
-
-
+# ---- resuming ----
 def without_times(logs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in log.items() if name != "seconds"} for log in logs]
 
@@ -223,9 +221,7 @@ def test_an_interrupted_run(tmp_path):
         run(model_of(), 6, resume=True)
 
 
-# ---- other ways -----------------------------------------------------------------------------------------------------
-
-
+# ---- other ways ----
 def test_all_parameters_with_a_teacher():
     model = model_of(trainable="all")
     teacher = copy.deepcopy(model).eval()
@@ -319,9 +315,7 @@ def test_data_parallel():
         dist.destroy_process_group()
 
 
-# ---- what is refused ------------------------------------------------------------------------------------------------
-
-
+# ---- what is refused ----
 def test_what_does_not_fit():
     plain = small.model_of("llama")
     with pytest.raises(ValueError, match="student must be a model with gates"):

@@ -240,9 +240,7 @@ def test_a_frozen_A_of_zero_is_noticed_with_an_adapter():
         module(q, k, v)
 
 
-# ---- what comes from elsewhere --------------------------------------------------------------------------------------
-
-
+# ---- what comes from elsewhere ----
 @pytest.mark.filterwarnings("ignore")  # deprecations of torch.ao
 @torch.no_grad()
 def test_dynamic_quantization():

@@ -82,9 +82,7 @@ def twin(module, dtype=float64):
     return copy.deepcopy(module).to(dtype)
 
 
-# ---- whole sequences ------------------------------------------------------------------------------------------------
-
-
+# ---- whole sequences ----
 @every_option
 def test_forward_and_gradients_are_the_definition(options):
     module, x = layer(**OPTIONS[options]), tokens(requires_grad=True)
@@ -134,9 +132,7 @@ def test_positions_are_the_rotations_only():
     assert torch.equal(without(x, positions=2 * torch.arange(N)), without(x))
 
 
-# ---- decoding -------------------------------------------------------------------------------------------------------
-
-
+# ---- decoding ----
 def extended(module, x, pieces, cache=None, **given):
     cache = cache or module.make_cache(x.shape[0])
     with torch.no_grad():
@@ -180,9 +176,7 @@ def test_a_cache_has_no_gradient():
         right(module(x, cache=module.make_cache(B)), dense(twin(module), x.double()), module(x))
 
 
-# ---- padding and packing --------------------------------------------------------------------------------------------
-
-
+# ---- padding and packing ----
 def real_tokens(kind):
     real = torch.rand(B, N) < 0.6
     if kind != "holes":
@@ -267,9 +261,7 @@ def test_packed_decoding():
         right(found, dense(twin(module), whole.double())[0], module(whole)[0])
 
 
-# ---- the module as torch has modules --------------------------------------------------------------------------------
-
-
+# ---- the module as torch has modules ----
 @pytest.mark.parametrize("given", [{}, {"padding": torch.arange(N)[None].expand(B, N) > 2}, {"cu_seqlens": [0, 7, N]}],
                          ids=lambda given: next(iter(given), "plain"))
 def test_checkpointing(given):
@@ -428,8 +420,7 @@ def test_options_are_checked_when_the_layer_is_made(options, message):
         DynamicMaskSelfAttention(**{"width": WIDTH, "heads": HEADS, "kv_heads": KV_HEADS, "window": W, **options})
 
 
-# ---- options that are changed ---------------------------------------------------------------------------------------
-
+# ---- options that are changed ----
 CHANGES = {"window": 3, "sinks": 2, "recent": 4, "form": "linear", "scale": 0.3, "softcap": 1.5, "rope": 100.0}
 
 

@@ -19,9 +19,7 @@ from cupy_dma.torch import DynamicMaskAttention  # noqa: E402
 from tests.oracle.torch_inputs import HKV, B, D, H, N, draw, float64, gradients, recipe, same, same_numbers  # noqa: E402, F401
 from tests.torch import recall  # noqa: E402
 
-# ---- autograd -----------------------------------------------------------------------------------------------------
-
-
+# ---- autograd ----
 MASKS = {
     "top_w": lambda s: dma.IntervalMask.top_w(s.detach(), 5),
     "none": lambda s: None,
@@ -212,9 +210,7 @@ def test_a_dynamic_call_checks_each_argument_once(monkeypatch, how, packed):
     assert not checked
 
 
-# ---- operators ----------------------------------------------------------------------------------------------------
-
-
+# ---- operators ----
 def operator_calls():
     q, k, v, s = draw(torch.float32)
     p = list(recipe(torch.float32).values())
@@ -263,9 +259,7 @@ def test_importing_the_package_imports_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-# ---- errors -------------------------------------------------------------------------------------------------------
-
-
+# ---- errors ----
 def test_errors_are_those_of_the_plain_functions():
     q, k, v, s = draw(torch.float32)
     plain = [x.detach() for x in (q, k, v, s)]
@@ -292,9 +286,7 @@ def test_errors_are_those_of_the_plain_functions():
         assert messages[0] == messages[1], messages
 
 
-# ---- the module ---------------------------------------------------------------------------------------------------
-
-
+# ---- the module ----
 def test_the_module_starts_as_the_original_does():
     module = DynamicMaskAttention(HKV, D, 5)
     assert {name: tuple(x.shape) for name, x in module.state_dict().items()} == {

@@ -45,9 +45,7 @@ def gradients(model, x):
     return [y.full_tensor() if hasattr(y, "full_tensor") else y.clone() for y in found]
 
 
-# ---- checkpoints ----------------------------------------------------------------------------------------------------
-
-
+# ---- checkpoints ----
 @pytest.fixture
 def computed(monkeypatch):
     """The names of what the backend computes, as it is called."""
@@ -119,9 +117,7 @@ def test_a_selective_checkpoint_keeps_the_selection(computed, compiled):
     assert computed.count("key_scores") <= 2  # cheap, and may be made again
 
 
-# ---- several processes ----------------------------------------------------------------------------------------------
-
-
+# ---- several processes ----
 @pytest.fixture
 def group():
     """A process group of this process alone."""
@@ -178,9 +174,7 @@ def test_fully_sharded(group, how, backend):
     assert not torch.equal(before, sharded[0].attention.A.full_tensor())
 
 
-# ---- torch.func -----------------------------------------------------------------------------------------------------
-
-
+# ---- torch.func ----
 @pytest.mark.parametrize(("transform", "message"), [
     (lambda loss, parameters, x: torch.func.grad(loss)(parameters, x), r"torch\.func transform \(grad.*autograd"),
     (lambda loss, parameters, x: torch.func.vjp(loss, parameters, x), r"torch\.func transform \(grad"),
@@ -200,9 +194,7 @@ def test_functional_layers_say_what_to_do(transform, message):
         transform(loss, parameters, x)
 
 
-# ---- docs/training.md -----------------------------------------------------------------------------------------------
-
-
+# ---- docs/training.md ----
 @pytest.fixture
 def page():
     if not torch.distributed.is_available():

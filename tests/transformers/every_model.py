@@ -145,9 +145,7 @@ def _check_gates(model: Any, name: str, ids: Tensor, outcome: str) -> None:
     assert all(gate.proj.weight.grad.abs().max() > 0 for gate in gates), f"{name}: a gate without effect"
 
 
-# ---- the parts ------------------------------------------------------------------------------------------------------
-
-
+# ---- the parts ----
 def _logits(model: Any, ids: Tensor, **options: Any) -> Tensor:
     with torch.no_grad():
         return model(input_ids=ids, **options).logits
@@ -228,9 +226,7 @@ def sources() -> Iterator[Path]:
         yield from (folder / kind.__module__.split(".")[2]).glob("modeling_*.py")
 
 
-# ---- the table ------------------------------------------------------------------------------------------------------
-
-
+# ---- the table ----
 def table(outcomes: dict[str, tuple[str, str]]) -> str:
     """The part of the page between its marks."""
     types = defaultdict(list)

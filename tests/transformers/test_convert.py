@@ -190,9 +190,7 @@ def test_a_model_that_has_become_bidirectional():
         model(**small.batch("plain")[0])
 
 
-# ---- pickles, and what stands for dt_proj ---------------------------------------------------------------------------
-
-
+# ---- pickles, and what stands for dt_proj ----
 def test_pickles():
     model = small.converted("llama", sinks=1)
     given, _ = small.batch("plain")
@@ -279,9 +277,7 @@ def test_offloaded_models(name):
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-# ---- models with cross-attention and with sinks ---------------------------------------------------------------------
-
-
+# ---- models with cross-attention and with sinks ----
 def test_cross_attention_stays():
     torch.manual_seed(0)
     model = small.randomize(transformers.AutoModelForCausalLM.from_config(transformers.BartConfig(

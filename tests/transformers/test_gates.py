@@ -120,9 +120,7 @@ def test_checkpointing(name):
     assert all(a.any() and torch.equal(a, b) for a, b in zip(*results))
 
 
-# ---- generation -----------------------------------------------------------------------------------------------------
-
-
+# ---- generation ----
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt-neox", "gemma2", "gpt-oss"])
 @pytest.mark.parametrize("how", ["plain", "left"])
 @pytest.mark.parametrize("search", [GREEDY, BEAMS], ids=["greedy", "beams"])
@@ -215,9 +213,7 @@ def test_caches_that_do_not_fit():
         model(input_ids=ids)
 
 
-# ---- saving, copying, training --------------------------------------------------------------------------------------
-
-
+# ---- saving, copying, training ----
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("name", "hidden"), [("llama", None), ("gpt-neox", 6)])
 def test_saved_and_loaded(name, hidden, kind, tmp_path):
@@ -260,9 +256,7 @@ def test_what_is_trainable(trainable):
         assert parameter.requires_grad == expected
 
 
-# ---- sinks and a window ---------------------------------------------------------------------------------------------
-
-
+# ---- sinks and a window ----
 @pytest.mark.parametrize("how", ["plain", "left", "packed"])
 def test_a_window_is_what_it_says(how):
     """Against eager attention under a mask written out: position by position, of real tokens."""

@@ -137,9 +137,7 @@ def test_next_to_layers_with_sliding_windows():
     assert torch.equal(found, model.generate(**prompt("left"), **GREEDY, **full_cache(model)))
 
 
-# ---- the cache itself -----------------------------------------------------------------------------------------------
-
-
+# ---- the cache itself ----
 def logits(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
     with torch.no_grad():
         return model(input_ids=ids, **{small.CACHE: cache}).logits

@@ -102,9 +102,7 @@ def test_masks_that_are_refused():
         visibility(1, N, N, mask_function=masks.or_masks(masks.causal_mask_function, blocks))
 
 
-# ---- layers without a mask ------------------------------------------------------------------------------------------
-
-
+# ---- layers without a mask ----
 @pytest.mark.parametrize("own", [True, False, None])
 @pytest.mark.parametrize("given", [True, False, None])
 @pytest.mark.parametrize("mask", ["causal", "all", None])
@@ -152,8 +150,7 @@ def test_rows_need_not_be_contiguous():
     assert torch.equal(attention_forward(SimpleNamespace(is_causal=True), *turned)[0], expected)
 
 
-# ---- bidirectional models and cross-attention -----------------------------------------------------------------------
-
+# ---- bidirectional models and cross-attention ----
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 BART = {"vocab_size": 64, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
         "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "dropout": 0.0, "pad_token_id": 0,
@@ -227,9 +224,7 @@ def test_cross_attention_whose_layer_does_not_say():
     torch.testing.assert_close(model(**given).logits, expected, rtol=0, atol=1e-4)
 
 
-# ---- learned sinks --------------------------------------------------------------------------------------------------
-
-
+# ---- learned sinks ----
 @pytest.mark.parametrize("name", ["s_aux", "sinks", "both"])
 def test_learned_sinks(name):
     torch.manual_seed(0)

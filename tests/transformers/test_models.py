@@ -179,9 +179,7 @@ def test_nothing_of_queries_times_keys_is_made(name, how):
     assert peak < 4 * length**2, peak
 
 
-# ---- what is refused ------------------------------------------------------------------------------------------------
-
-
+# ---- what is refused ----
 def test_dropout_of_attention_weights():
     model = small.model_of("llama", attention_dropout=0.1)
     given, _ = small.batch("plain")

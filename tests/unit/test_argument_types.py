@@ -26,9 +26,7 @@ def equal(convert, a, b):
     return np.array_equal(convert.back(a), convert.back(b))
 
 
-# ---- padding, lists, scores ---------------------------------------------------------------------------------------
-
-
+# ---- padding, lists, scores ----
 @pytest.mark.parametrize("kind", ["int64", "int32", "int16", "int8", "uint8"])
 @pytest.mark.parametrize("keys", ["prefix", "global"])
 def test_padding_of_zeros_and_ones(kind, keys, convert, data):
@@ -87,9 +85,7 @@ def test_manual_gradients_of_scores_of_any_strides(data):
     assert np.array_equal(found.scores, same.scores) and np.array_equal(found.key, same.key)
 
 
-# ---- no keys ------------------------------------------------------------------------------------------------------
-
-
+# ---- no keys ----
 @pytest.mark.parametrize("keys", ["prefix", "global"])
 @pytest.mark.parametrize("queries", [0, 3])
 def test_no_keys(keys, queries, convert, data):
@@ -102,9 +98,7 @@ def test_no_keys(keys, queries, convert, data):
         assert np.isneginf(convert.back(lse)).all()
 
 
-# ---- the cache ----------------------------------------------------------------------------------------------------
-
-
+# ---- the cache ----
 @pytest.mark.parametrize("kind", ["float16", "float32"])
 def test_a_cache_has_the_type_of_an_array(kind, convert, data):
     like = convert(data[0].astype(kind))
@@ -163,9 +157,7 @@ def test_copies_of_a_cache_keep_its_backend(monkeypatch, convert, data):
             assert calls == [twin._state]
 
 
-# ---- masks --------------------------------------------------------------------------------------------------------
-
-
+# ---- masks ----
 def test_copies_and_pickles_of_a_mask(convert, data):
     *qkv, scores = map(convert, data)
     M = dma.IntervalMask
@@ -180,9 +172,7 @@ def test_copies_and_pickles_of_a_mask(convert, data):
             assert equal(convert, dma.attention(*qkv, mask=twin), dma.attention(*qkv, mask=mask))
 
 
-# ---- the range of scale and softcap -------------------------------------------------------------------------------
-
-
+# ---- the range of scale and softcap ----
 def test_scale_and_softcap_within_float32_are_used_and_beyond_raise(data):
     q, k, v, _ = data
     for options in ({"scale": 2.0**127}, {"softcap": 2.0**127}, {"softcap": 2.0**-126}):

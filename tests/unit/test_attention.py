@@ -27,9 +27,7 @@ def compare(q, k, v, dense, *, mask, **options):
     return out, lse
 
 
-# ---- the grid -----------------------------------------------------------------------------------------------------
-
-
+# ---- the grid ----
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_forward_grid(case):
     cases.check(case, *cases.run(case))
@@ -70,9 +68,7 @@ def test_masks_of_kv_heads_and_of_query_heads_together(kind, rng):
     compare(q, k, v, dense, mask=tuple(masks))
 
 
-# ---- isolation of non-finite values, and rows with no visible keys ------------------------------------------------
-
-
+# ---- isolation of non-finite values, and rows with no visible keys ----
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("where", ["key", "value"])
 def test_a_bad_row_reaches_only_the_queries_that_see_it(rng, bad, where):
@@ -122,9 +118,7 @@ def test_visible_logits_of_minus_infinity_count_as_nothing(rng):
     assert (out == 0).all() and np.isneginf(lse).all()
 
 
-# ---- laws ---------------------------------------------------------------------------------------------------------
-
-
+# ---- laws ----
 def test_splits_merge_by_their_lse(rng):
     """Attention over disjoint masks, weighted by exp(lse), is attention over their union."""
     q, k, v = draw(rng, dtype=np.float64)
@@ -159,9 +153,7 @@ def test_lengths_beyond_one_chunk(rng):
     assert out.shape == (1, 300, 1, 8)
 
 
-# ---- dynamic_mask_attention ---------------------------------------------------------------------------------------
-
-
+# ---- dynamic_mask_attention ----
 @pytest.mark.parametrize("keys", ["prefix", "global"])
 def test_dynamic_mask_attention_equals_its_steps(rng, keys):
     q, k, v = draw(rng, b=2, h=4, g=2)
@@ -236,9 +228,7 @@ def test_global_keys_without_causality(rng):
     np.testing.assert_allclose(out, reference.attention(q, k, v, dense, scores)[0], rtol=0, atol=1e-6)
 
 
-# ---- memory and work ----------------------------------------------------------------------------------------------
-
-
+# ---- memory and work ----
 @pytest.fixture(scope="module")
 def long_input():
     rng = np.random.default_rng(0)
@@ -293,9 +283,7 @@ def test_the_grid_names_are_unique():
     assert len({case.name for case in CASES}) == len(CASES) and all(isinstance(case, Case) for case in CASES)
 
 
-# ---- what the tiles are made of -------------------------------------------------------------------------------------
-
-
+# ---- what the tiles are made of ----
 @pytest.mark.parametrize("kind", [np.float32, np.float64])
 @pytest.mark.parametrize("instead", [0.0, -np.inf])
 def test_hide_overwrites_anything_and_nothing_else(kind, instead):

@@ -37,9 +37,7 @@ def compare(found, dout, q, k, v, dense, bias=None, **options):
             reference.assert_matches_reference(mine, ref, plain, mine.dtype, factor=3, terms=terms)
 
 
-# ---- the grid -----------------------------------------------------------------------------------------------------
-
-
+# ---- the grid ----
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_backward_grid(case):
     cases.check_backward(case, cases.run_backward(case))
@@ -99,9 +97,7 @@ def test_any_strides_of_dout(rng, layout):
         assert a is b or np.array_equal(a, b)
 
 
-# ---- isolation of non-finite values, and exact zeros --------------------------------------------------------------
-
-
+# ---- isolation of non-finite values, and exact zeros ----
 def test_rows_that_see_nothing_and_keys_nobody_sees_get_exact_zeros(rng):
     q, k, v, dout = draw(rng, lq=70, dtype=np.float16)
     padding = np.ones((1, 60), bool)
@@ -159,9 +155,7 @@ def test_nothing_to_do(rng, lengths):
     assert not any(x.any() for x in found)
 
 
-# ---- laws ---------------------------------------------------------------------------------------------------------
-
-
+# ---- laws ----
 def test_permuting_batch_and_heads_permutes_the_gradients(rng):
     q, k, v, dout = draw(rng, b=3, h=6, g=3)
     scores = rng.standard_normal((3, 3, 60)).astype(np.float32)
@@ -201,9 +195,7 @@ def test_lengths_beyond_one_chunk(rng):
     compare(gradients(q, k, v, dout, causal=True), dout, q, k, v, None, causal=True)
 
 
-# ---- scores -------------------------------------------------------------------------------------------------------
-
-
+# ---- scores ----
 @pytest.mark.parametrize("form", ["exp", "linear"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("parameters", ["float32", "own"])
@@ -239,9 +231,7 @@ def test_a_key_without_gradient_may_hold_nan(rng):
     assert all(np.array_equal(a, b) for a, b in zip(clean[:3], dirty)) and not dirty.value[0, 5].any()
 
 
-# ---- the whole chain ----------------------------------------------------------------------------------------------
-
-
+# ---- the whole chain ----
 def chain(rng, dtype=np.float32):
     q, k, v, dout = draw(rng, b=2, h=4, g=2, dtype=dtype)
     dt_proj, A, dt_bias = ((rng.standard_normal(shape) / 2).astype(np.float32) for shape in ((2, 32), 2, 2))
@@ -285,9 +275,7 @@ def test_both_terms_of_dvalue_meet_the_tolerance(rng):
                                        np.float16, factor=3)
 
 
-# ---- memory and work ----------------------------------------------------------------------------------------------
-
-
+# ---- memory and work ----
 def test_memory_is_linear_and_work_follows_the_kept_pairs(rng, monkeypatch):
     n = 8192
     q, k, v, dout = draw(rng, lq=n, lk=n, h=4, g=2, d=32, dtype=np.float16)

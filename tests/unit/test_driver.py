@@ -161,8 +161,6 @@ def test_a_machine_without_a_driver_is_told_so(monkeypatch):
 
 
 # ---- the launches of a program ----
-
-
 def test_a_program_launches_what_was_built(fake):
     """At other addresses: holes, stream and all that the driver reads are where they belong."""
     device, kernels = fake(), [SimpleNamespace(function=function(pdl)) for pdl in (True, False)]

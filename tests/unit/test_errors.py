@@ -254,9 +254,7 @@ def test_a_mask_from_another_device_is_refused(monkeypatch):
         checks.require_same_device((q, None, far))
 
 
-# ---- the choice of a backend --------------------------------------------------------------------------------------
-
-
+# ---- the choice of a backend ----
 def on_cuda(name="query"):
     from dataclasses import replace
 

@@ -159,9 +159,7 @@ def test_threads_set_one_limit_at_a_time(cupy):
     assert {*at_once} == {1} and slow.max_dynamic_shared_size_bytes == max(sizes)
 
 
-# ---- cubins that are cleared ----------------------------------------------------------------------------------------
-
-
+# ---- cubins that are cleared ----
 @pytest.mark.parametrize("how", ["clear", "remove the folder"])
 def test_a_cleared_cubin_is_made_again(cupy, tmp_path, how):
     """For another entry, or another device, of a running process."""

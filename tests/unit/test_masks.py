@@ -54,9 +54,7 @@ def union(a, b):
         return None
 
 
-# ---- constructors -------------------------------------------------------------------------------------------------
-
-
+# ---- constructors ----
 @pytest.mark.parametrize("query_length", [0, 1, 5, N, N + 4])
 @pytest.mark.parametrize(("name", "make", "rule"), [
     ("causal", lambda like: M.causal(N, like=like), lambda p, j: j <= p),
@@ -183,9 +181,7 @@ def test_moving_a_mask(convert):
     assert there.to(np.zeros(1)) == mask and mask.to(np.zeros(1)) is mask
 
 
-# ---- composition --------------------------------------------------------------------------------------------------
-
-
+# ---- composition ----
 @given(masks(), masks(), masks())
 @quick
 def test_laws_of_the_intersection(a, b, c):
@@ -316,9 +312,7 @@ def test_repr():
     assert repr(M.causal(3)) == "IntervalMask(shape=(1, 1, 3), library='numpy', device='cpu')"
 
 
-# ---- masks of any eviction policy ---------------------------------------------------------------------------------
-
-
+# ---- masks of any eviction policy ----
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
 @pytest.mark.parametrize("shape", [(N,), (3, N), (2, 1, N)])
 def test_from_stop(convert, shape, dtype, rng):
@@ -367,9 +361,7 @@ def test_from_stop_without_keys():
     assert M.from_stop(np.zeros((2, 3, 0), int), window=1).shape == (2, 3, 0)
 
 
-# ---- learned eviction, FlashMask ------------------------------------------------------------------------------------
-
-
+# ---- learned eviction, FlashMask ----
 @pytest.mark.parametrize("shape", [(N,), (3, N), (2, 1, N), (2, 3, 0)])
 @pytest.mark.parametrize(("delay", "sinks"), [(1, 0), (3, 2), (2**40, 0), (2, 2**40)])
 def test_from_gate(convert, shape, delay, sinks, rng):

@@ -161,9 +161,7 @@ def test_bad_arguments(drawn, draw, message):
         draw(drawn[1])
 
 
-# ---- python -m cupy_dma plot --------------------------------------------------------------------------------------
-
-
+# ---- python -m cupy_dma plot ----
 @pytest.mark.parametrize(("name", "shape", "panels"), [
     ("one.npy", (64,), ["mask", "lifetimes", "survival"]), ("heads.npy", (3, 64), ["survival"]),
     ("named.npz", (1, 3, 64), ["mask"])])

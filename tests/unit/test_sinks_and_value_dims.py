@@ -144,8 +144,6 @@ def test_errors(data, library):
 
 
 # ---- torch ----
-
-
 INPUTS = "query", "key", "value", "scores", "sink_logits"
 
 

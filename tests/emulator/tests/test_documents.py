@@ -106,7 +106,6 @@ def test_wrong_lengths_on_a_device_read_nothing_else(lengths):
 
 
 # ---- calls of torch ----
-
 torch = pytest.importorskip("torch")
 
 from cupy_dma.masks import interval  # noqa: E402

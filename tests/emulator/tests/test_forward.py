@@ -132,7 +132,7 @@ def test_selection_in_both_ways(kind, length, window, counted):
     first = (AWKWARD.index(kind) + LENGTHS_AND_WINDOWS.index((length, window))) % 2
     with selection_cases.counting(counted):
         for options in selection_cases.options_of(length)[first::2]:
-            selection_cases.check_stop(selection_cases.awkward_scores(kind, 2, length), window, backend="emulator",
+            selection_cases.check(selection_cases.awkward_scores(kind, 2, length), window, backend="emulator",
                                        **options)
 
 
@@ -145,7 +145,7 @@ def test_selection_of_equal_scores(window):
     for head, (at, score) in enumerate(itertools.product(places, (0.5, 2.0)), start=1):
         scores[0, 2 * head - 1, at] = scores[0, 2 * head, at:] = score
 
-    check = functools.partial(selection_cases.check_stop, window=window, backend="emulator")
+    check = functools.partial(selection_cases.check, window=window, backend="emulator")
     with selection_cases.counting(False):
         check(scores)
         for at in (1, 1024, 1200):
@@ -159,7 +159,7 @@ def test_a_document_that_begins_within_a_chunk():
     with selection_cases.counting(False):
         for at in (700, 1024, 1500, 2300):
             documents = (np.arange(2600) >= at)[None].astype(np.int32)
-            selection_cases.check_stop(scores, 40, backend="emulator", documents=documents)
+            selection_cases.check(scores, 40, backend="emulator", documents=documents)
 
 
 @given(problems(max_length=40))

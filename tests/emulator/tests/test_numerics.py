@@ -51,9 +51,7 @@ def check_gradients(arrays, dout, found, **options):
             reference.assert_matches_reference(ours, ref, other, ours.dtype, factor=3, terms=total)
 
 
-# ---- biases ---------------------------------------------------------------------------------------------------------
-
-
+# ---- biases ----
 def lowest_of(kind):
     return float(ml_dtypes.finfo("float32" if kind == "key" else kind).min)
 
@@ -166,9 +164,7 @@ def test_a_cache_of_low_scores():
             assert np.abs(out[:, 0].astype("f4") - mean).max() < 2e-3 and lse.item() == np.finfo(np.float32).min
 
 
-# ---- softcaps -------------------------------------------------------------------------------------------------------
-
-
+# ---- softcaps ----
 @pytest.mark.parametrize("softcap", [0.5, 30.0, 3e4, 1e5, 1e7, 1e15, 1e30, 1.7e38])
 @pytest.mark.parametrize("size", [1.0, 6.0])
 @pytest.mark.parametrize(("kernel", "dtype"), [
@@ -199,9 +195,7 @@ def test_a_small_scale_beside_a_large_softcap(kernel):
     assert np.abs(out.astype("f4") - expected.astype("f4")).max() < 2**-6
 
 
-# ---- what nobody sees -----------------------------------------------------------------------------------------------
-
-
+# ---- what nobody sees ----
 @pytest.mark.parametrize("queries", [4, 200])
 @pytest.mark.parametrize("bad", ["key", "value", "bias"])
 @pytest.mark.parametrize("kernel", ["portable", "hopper", "hopper lists"])

@@ -480,8 +480,6 @@ def test_strange_tensors_have_no_programs(device, chain_runs):
 
 
 # ---- compiled graphs ----
-
-
 def dense_and_best(q: Any, k: Any, v: Any, s: Any) -> Any:
     mask = dma.IntervalMask.top_w(s.detach(), W, backend="emulator"), torch.ones(1, 1, N, N).tril() > 0
     return attend(q, k, v, s, mask=mask)
