@@ -94,6 +94,17 @@ def fresh_programs():
 
 
 @pytest.fixture
+def calls_of(monkeypatch):
+    """A function that begins to note the arguments of a function's calls, which go through."""
+    def noted(owner, name):
+        calls, function = [], getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *given, **named: calls.append(given) or function(*given, **named))
+        return calls
+
+    return noted
+
+
+@pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(0)
 

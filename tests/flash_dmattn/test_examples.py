@@ -14,14 +14,7 @@ F, nn = torch.nn.functional, torch.nn
 
 from cupy_dma.flash_dmattn import (  # noqa: E402  - was: from flash_dmattn import
     CUDA_AVAILABLE,
-    FLEX_AVAILABLE,
-    TRITON_AVAILABLE,
-    flash_dmattn_func,
     flash_dmattn_func_auto,
-    flex_dmattn_func,
-    fwd,
-    get_available_backends,
-    triton_dmattn_func,
 )
 from cupy_dma.flash_dmattn.integrations.flash_dynamic_mask_attention import (  # noqa: E402
     flash_dynamic_mask_attention_forward,
@@ -74,41 +67,6 @@ def test_quick_start(tensors):
     assert torch.equal(forced(q, k, v, attn_mask=mask, attn_bias=bias, is_causal=True), out)
 
 
-def test_which_backends_there_are():
-    names = get_available_backends()
-    assert names and names[-1] == "numpy"
-    assert (CUDA_AVAILABLE, TRITON_AVAILABLE, FLEX_AVAILABLE) == tuple(
-        name in names for name in ("cuda", "triton", "flex"))
-
-
-@pytest.mark.parametrize("function, name", [(flash_dmattn_func, None), (triton_dmattn_func, "triton"),
-                                            (flex_dmattn_func, "flex")])
-def test_one_signature_for_all_backends(function, name, tensors):
-    if name is not None and (DEVICE == "cpu" or name not in get_available_backends()):
-        pytest.skip(f"{name} cannot run here")
-    q, k, v, mask, bias = tensors
-    for names in ({"scale": 0.1}, {"softmax_scale": 0.1}):
-        out = function(q, k, v, attn_mask=mask, attn_bias=bias, is_causal=True, **names)
-        close(out, eager(q, k, v, mask, bias, True, 0.1))
-
-
-def test_masks_of_ones_and_zeros(tensors):
-    """1.0 = visible, 0.0 = masked, as in the versions before masks became boolean."""
-    q, k, v, mask, bias = tensors
-    close(flash_dmattn_func(q, k, v, mask.to(q.dtype), bias), eager(q, k, v, mask, bias))
-
-
-def test_the_first_extension(tensors):
-    """Explicit selection, then the extension's forward, whose result is the first item of a list."""
-    q, k, v, _, zoh = tensors
-    window = 32
-    active = torch.zeros_like(zoh).scatter(-1, zoh.topk(window, dim=-1).indices, 1.0)
-    out = fwd(q=q, k=k, v=v, zoh=zoh, active_mask=active, softmax_scale=HEAD_DIM**-0.5, keep_window_size=window)[0]
-    close(out, eager(q, k, v, active > 0, zoh))
-    out, lse, p, _ = fwd(q, k, v, zoh, active, return_softmax=True)
-    assert (p.float().sum(-1) - 1).abs().max() < 2e-2 and lse.isfinite().all()
-
-
 class Attention(nn.Module):
     """A layer of a model that learns its mask, as in the original's integration example."""
 
@@ -158,15 +116,6 @@ def test_a_layer_for_transformers(style, with_mask):
     expected = eager(*(x.transpose(1, 2).bfloat16() for x in (q, k, v)), kept, bias, True)
     expected = layer.o_proj(expected.transpose(1, 2).flatten(2))
     torch.testing.assert_close(out.float(), expected, rtol=3e-2, atol=3e-2)
-
-
-def test_looking_for_nan(tensors):
-    q, k, v, mask, bias = tensors
-    attention = flash_dmattn_func_auto()
-    with torch.autograd.set_detect_anomaly(True):
-        out = attention(q.requires_grad_(), k, v, attn_mask=mask, attn_bias=bias, is_causal=True)
-        out.float().sum().backward()
-    assert not out.isnan().any() and not q.grad.isnan().any()
 
 
 def test_the_documentation_runs():

@@ -319,10 +319,11 @@ def test_fwd(zoh_shape, convert, data, rng):
                              softmax_scale=0.4, is_causal=True, keep_window_size=4)
     assert isinstance(found, list) and len(found) == 4 and found[2] is found[3] is None
     check(convert.back(found[0]), qkv, active, zoh, True, 0.4, lse=convert.back(found[1]))
-    by_position = flash_dmattn.fwd(*arrays.values(), convert(zoh), convert(active), None, 0.0, 0.4, True, 4, 0.0, True,
-                                   None)
-    assert (convert.back(by_position[0]) == convert.back(found[0])).all()
-    assert tuple(by_position[2].shape) == (B, H, LQ, LK)
+    given = *arrays.values(), convert(zoh), convert(active)
+    for again in (flash_dmattn.fwd(*given, None, 0.0, 0.4, True, 4, 0.0, True, None),
+                  flash_dmattn.fwd(*given, softmax_scale=0.4, is_causal=True, return_softmax=True)):
+        assert (convert.back(again[0]) == convert.back(found[0])).all()
+        assert tuple(again[2].shape) == (B, H, LQ, LK)
 
 
 @pytest.mark.parametrize("causal", [False, True])

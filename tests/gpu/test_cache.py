@@ -140,31 +140,6 @@ def test_the_first_step_is_captured_by_cupy():
         history.check_kept(cache, back=cupy.asnumpy)
 
 
-@pytest.mark.usefixtures("uncollected")
-def test_cupy_graph_replay_equals_eager():
-    import cupy
-
-    history, move = history_of(1, length=40, sinks=1, recent=2), to("cupy")
-    stream = cupy.cuda.Stream(non_blocking=True)
-    with stream:
-        cache, eager = history.cache(move), history.cache(move)
-        static = history.tokens(0, 1, move)
-        out = cupy.empty_like(static[0])
-        cache.extend(*static, out=out)
-        cache.reset()
-        stream.begin_capture()
-        cache.extend(*static, out=out)
-        graph = stream.end_capture()
-        for p in range(40):
-            tokens = history.tokens(p, p + 1, move)
-            for target, fresh in zip(static, tokens):
-                target[...] = fresh
-            graph.launch(stream)
-            assert cupy.array_equal(out.view(np.int16), eager.extend(*tokens).view(np.int16))
-        stream.synchronize()
-        history.check_kept(cache, back=cupy.asnumpy)
-
-
 # ---- nothing waits, nothing grows ----
 def every_call(cache, tokens, rows, bounds, counts, order):
     """All that a decode loop does, on arrays that lie on the device. To be called one after the other: a stream takes

@@ -161,29 +161,7 @@ def test_recall_is_learned(compiler):
 
 def test_compiled_and_eager_training_agree():
     """A hundred steps of four layers in bfloat16 autocast: the same loss curve within rounding."""
-    def losses(compiled):
-        torch.manual_seed(0)
-        layers = torch.nn.ModuleList(torch.nn.ModuleDict({
-            "qkv": torch.nn.Linear(128, 128 + 2 * 64), "attend": DynamicMaskAttention(2, 32, 64, form="linear"),
-            "out": torch.nn.Linear(128, 128)}) for _ in range(4)).cuda()
-
-        def model(x):
-            for layer in layers:
-                q, k, v = (y.unflatten(-1, (-1, 32)) for y in layer["qkv"](x).split((128, 64, 64), -1))
-                x = x + layer["out"](layer["attend"](q, k, v).flatten(2))
-            return x
-
-        run = torch.compile(model, fullgraph=True) if compiled else model
-        optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
-        x, y = torch.randn(2, 4, 256, 128, device="cuda")
-        for _ in range(100):
-            with torch.autocast("cuda", torch.bfloat16):
-                loss = (run(x) - y).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            yield loss.item()
-
-    eager, compiled = list(losses(False)), list(losses(True))
+    eager, compiled = ([*recall.losses(run, 32, 64, 100, 0.1, "cuda", (4, 256), True, form="linear")] for run in (
+        lambda model: model, lambda model: torch.compile(model, fullgraph=True)))
     assert eager[-1] < eager[0]
     np.testing.assert_allclose(compiled, eager, rtol=2e-2)

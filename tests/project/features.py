@@ -192,7 +192,7 @@ def _cache() -> Iterator[Feature]:
             ("10^4 steps (`cuda`: 10^5) keep the right keys",
              "gpu/cache::test_the_kept_set_does_not_drift_in_100000_steps", "the_kept_set_does_not_drift"),
             ("CUDA graphs", "gpu/cache::test_torch_graph_replay_equals_eager "
-                            "gpu/cache::test_cupy_graph_replay_equals_eager", "")):
+                            "gpu/cache::test_the_first_step_is_captured_by_cupy", "")):
         test = f"unit/cache::test_{numpy}"
         on_gpu = cuda if "gpu/" in cuda or "oracle" in cuda else f"{test} {cuda}".strip()
         yield Feature("DynamicCache", name, "forward", (on_gpu, test if numpy else ON_THE_HOST, NO_CACHE, NO_CACHE))

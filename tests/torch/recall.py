@@ -61,3 +61,28 @@ def train(device: Any = "cpu", dtype: torch.dtype = torch.float32, steps: int = 
         if best == 1:
             return best, step
     return best, steps
+
+
+def losses(run_of, dim, window, steps, lr, device="cpu", shape=(3, 18), autocast=False, **options):
+    """Those of ``steps`` steps of four layers of two kv heads of ``dim`` channels; ``run_of`` makes the model run."""
+    torch.manual_seed(0)
+    width = 4 * dim
+    layers = torch.nn.ModuleList(torch.nn.ModuleDict({
+        "qkv": torch.nn.Linear(width, 2 * width), "attend": DynamicMaskAttention(2, dim, window, **options),
+        "out": torch.nn.Linear(width, width)}) for _ in range(4)).to(device)
+
+    def model(x):
+        for layer in layers:
+            q, k, v = (y.unflatten(-1, (-1, dim)) for y in layer["qkv"](x).split((width, width // 2, width // 2), -1))
+            x = x + layer["out"](layer["attend"](q, k, v).flatten(2))
+        return x
+
+    run, optimizer = run_of(model), torch.optim.SGD(layers.parameters(), lr=lr)
+    x, y = torch.randn(2, *shape, width, device=device)
+    for _ in range(steps):
+        with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=autocast):
+            loss = (run(x) - y).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        yield loss.item()

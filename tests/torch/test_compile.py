@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 from cupy_dma.backends import numpy as numpy_backend  # noqa: E402
 from cupy_dma.torch import DynamicMaskAttention  # noqa: E402
 from tests.oracle.torch_inputs import HKV, D, N, draw, float64, gradients, recipe, same, same_numbers  # noqa: E402, F401
+from tests.torch import recall  # noqa: E402
 
 needs_a_compiler = pytest.mark.skipif(not any(map(shutil.which, ("g++", "c++", "clang++"))),
                                       reason="inductor needs a C++ compiler")
@@ -97,15 +98,6 @@ def test_checkpointing(reentrant):
     assert same([x.grad for x in arguments], torch.autograd.grad((plain * plain.detach()).sum(), arguments))
 
 
-def test_checkpointing_under_compile():
-    from torch.utils.checkpoint import checkpoint
-
-    arguments = draw(torch.float32)
-    compiled = torch.compile(lambda *x: checkpoint(dynamic, *x, use_reentrant=False), fullgraph=True,
-                             backend="aot_eager")
-    assert same(gradients(compiled(*arguments), arguments), gradients(dynamic(*arguments), arguments))
-
-
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
 def test_autocast(kind):
     q, k, v, s = draw(torch.float32)
@@ -128,47 +120,22 @@ def test_autocast(kind):
     assert same(found, [x.float() for x in expected])
 
 
-def test_deterministic_algorithms_are_obeyed(monkeypatch):
-    flags, real = [], numpy_backend.attention_backward
-    monkeypatch.setattr(numpy_backend, "attention_backward",
-                        lambda call: flags.append(call.forward.deterministic) or real(call))
+def test_deterministic_algorithms_are_obeyed(calls_of):
+    calls = calls_of(numpy_backend, "attention_backward")
     for wanted in (False, True):
         torch.use_deterministic_algorithms(wanted)
         try:
             dynamic(*draw(torch.float32)).sum().backward()
         finally:
             torch.use_deterministic_algorithms(False)
-    assert flags == [False, True]
+    assert [call.forward.deterministic for call, in calls] == [False, True]
 
 
 def test_compiled_and_eager_training_agree():
     """Twenty steps of four layers: the same losses up to rounding."""
-    def losses(compiled):
-        torch.manual_seed(0)
-        layers = torch.nn.ModuleList(torch.nn.ModuleDict({
-            "qkv": torch.nn.Linear(24, 24 + 2 * 12), "attend": DynamicMaskAttention(2, 6, 6),
-            "out": torch.nn.Linear(24, 24)}) for _ in range(4))
-        for layer in layers:
-            torch.nn.init.constant_(layer["attend"].A, 0.1)
-
-        def model(x):
-            for layer in layers:
-                q, k, v = layer["qkv"](x).split((24, 12, 12), -1)
-                out = layer["attend"](*(y.unflatten(-1, (-1, 6)) for y in (q, k, v)))
-                x = x + layer["out"](out.flatten(2))
-            return x
-
-        run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
-        optimizer = torch.optim.SGD(layers.parameters(), lr=0.05)
-        x, y = torch.randn(2, 3, N, 24)
-        for _ in range(20):
-            loss = (run(x) - y).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            yield loss.item()
-
-    np.testing.assert_allclose(list(losses(True)), list(losses(False)), rtol=1e-5)
+    eager, compiled = ([*recall.losses(run, 6, 6, 20, 0.05, A_init=0.1)] for run in (
+        lambda model: model, lambda model: torch.compile(model, fullgraph=True, backend="aot_eager")))
+    np.testing.assert_allclose(compiled, eager, rtol=1e-5)
 
 
 @needs_a_compiler

@@ -339,32 +339,6 @@ def test_device_dtype_and_reset():
         assert shown in text
 
 
-def test_it_learns_in_a_block():
-    """Copy the third token of each sequence to all later places: it has to be kept."""
-    class Block(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm = torch.nn.LayerNorm(WIDTH)
-            self.attend = DynamicMaskSelfAttention(WIDTH, HEADS, KV_HEADS, 4, qk_norm=True)
-            self.out = torch.nn.Linear(WIDTH, 8)
-
-        def forward(self, x):
-            return self.out(x + self.attend(self.norm(x)))
-
-    block, embed, mark = Block(), torch.randn(8, WIDTH), torch.randn(WIDTH)
-    optimizer = torch.optim.AdamW(block.parameters(), lr=2e-2, weight_decay=0)
-    for _ in range(150):
-        ids = torch.randint(8, (16, N))
-        x = embed[ids]
-        x[:, 2] += 3 * mark
-        loss = functional.cross_entropy(block(x)[:, 3:].flatten(0, 1), ids[:, 2:3].expand(-1, N - 3).flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    print(loss.item())
-    assert loss < 0.1
-
-
 def test_the_documentation_runs(tmp_path, monkeypatch, capsys):
     """Every Python block of docs/layers.md."""
     monkeypatch.chdir(tmp_path)

@@ -5,7 +5,6 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -133,22 +132,6 @@ def test_gradients_are_never_dropped(torch):
 
 def test_a_device_prints_as_its_users_write_it():
     assert (str(CPU), str(Device("cuda", 3))) == ("cpu", "cuda:3")
-
-
-@pytest.mark.parametrize("name", ["numpy", "torch"])
-def test_operations_that_masks_need(name):
-    pytest.importorskip(name)
-    library = library_named(name)
-    back = library.to_numpy
-    assert back(library.arange(-2, 3, CPU)).tolist() == [-2, -1, 0, 1, 2]
-    assert back(library.full((2, 1), 7, "int32", CPU)).dtype == np.int32
-    assert back(library.empty((2, 3), "bfloat16", CPU)).dtype == ml_dtypes.bfloat16
-    rows = library.from_numpy(np.array([[1, 0, 2], [0, 1, 1]], np.int32), CPU)
-    sums = back(library.cumsum(rows))
-    assert sums.tolist() == [[1, 1, 3], [0, 1, 2]] and sums.dtype == np.int32
-    sorted_row = library.from_numpy(np.array([0, 3, 3, 5], np.int32), CPU)
-    found = library.search_right(sorted_row, library.arange(-1, 6, CPU))
-    assert back(found).tolist() == [0, 1, 1, 1, 3, 3, 4] and back(found).dtype == np.int32
 
 
 def test_importing_needs_and_loads_nothing():

@@ -76,17 +76,6 @@ def test_random_pieces(seed, convert):
             history.check(out, lse, begin=done - n, tf32=convert.name in ("cupy", "torch-cuda"))
 
 
-def test_equal_scores_are_a_sliding_window():
-    history = replace(EXACT, scores="equal")
-    out, lse = history.run(history.cache(), [3, *[1] * 21])
-    x = history.data
-    window = dma.IntervalMask.sliding_window(history.length, history.window)
-    expected, expected_lse = dma.attention(x["query"], x["key"], x["value"], mask=window, bias=x["scores"],
-                                           return_lse=True)
-    np.testing.assert_allclose(out, expected, rtol=0, atol=1e-14)
-    np.testing.assert_allclose(lse, expected_lse, rtol=0, atol=1e-14)
-
-
 @pytest.mark.parametrize(("sinks", "recent"), BESIDES)
 @pytest.mark.parametrize("scores", ["ties", "decreasing", "increasing"])
 def test_every_split_equals_one_shot(scores, sinks, recent):

@@ -133,11 +133,6 @@ def test_float64_scores_are_not_rounded():
     assert dma.IntervalMask.top_w(scores[None, None], 1).to_dense(8)[0, 0].argmax(1).tolist() == [0] * 8
 
 
-def test_equal_scores_give_a_sliding_window():
-    mask = dma.IntervalMask.top_w(np.zeros((1, 1, 30), np.float32), 7)
-    assert mask == dma.IntervalMask.sliding_window(30, 7)
-
-
 @pytest.mark.parametrize("window", [30, 31, 10**12])
 def test_a_window_of_all_keys_is_causal(window):
     mask = dma.IntervalMask.top_w(np.zeros((2, 3, 30), np.float32), window)
@@ -145,28 +140,6 @@ def test_a_window_of_all_keys_is_causal(window):
     assert (mask.stop == NEVER).all()
     padded = dma.IntervalMask.top_w(np.zeros((2, 3, 30), np.float32), window, padding=np.arange(30)[None] > 3)
     assert not padded._causal_only and padded != mask
-
-
-def test_strided_scores(rng):
-    scores = rng.standard_normal((4, 6, 80)).astype(np.float32)
-    view = scores[::2, 1::2, 10:60]
-    assert dma.IntervalMask.top_w(view, 5) == dma.IntervalMask.top_w(view.copy(), 5)
-
-
-def test_one_document_is_no_document(rng):
-    scores = rng.standard_normal((2, 2, 40)).astype(np.float32)
-    for keys in ("prefix", "global"):
-        one = dma.IntervalMask.top_w(scores, 5, keys=keys, documents=np.array([0, 40]))
-        assert one == dma.IntervalMask.top_w(scores, 5, keys=keys)
-
-
-def test_a_document_selects_as_if_alone(rng):
-    scores = rng.standard_normal((1, 2, 60)).astype(np.float32)
-    whole = dma.IntervalMask.top_w(scores, 5, documents=np.array([0, 25, 60])).to_dense(60)
-    for a, b in ((0, 25), (25, 60)):
-        alone = dma.IntervalMask.top_w(scores[:, :, a:b], 5).to_dense(b - a)
-        assert np.array_equal(whole[:, :, a:b, a:b], alone)
-    assert not whole[:, :, 25:, :25].any()
 
 
 def test_a_long_row_counts_its_pairs(rng):

@@ -166,8 +166,7 @@ def window_of_flash_decode() -> None:
 
 def last_queries(queries: int) -> Callable[[], None]:
     def check() -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            test_decode.test_last_queries_of_a_history(6000, 60, queries, 4, "float16", patch)
+        test_decode.test_last_queries_of_a_history(6000, 60, queries, 4, "float16", lambda *_: True)
 
     return check
 

@@ -12,6 +12,7 @@ import cupy_dma as dma
 from cupy_dma.arrays import describe, library_named, numpy_dtype
 from cupy_dma.backends.cuda.attention import flash_decode, last_queries, split
 from cupy_dma.backends.cuda.decode import step
+from cupy_dma.backends.cuda.runtime.program import overridden
 from cupy_dma.masks.windows import widest
 from tests import emulator
 from tests.emulator import Order
@@ -234,13 +235,10 @@ FEW = [c for c in cases.CASES if c.name.startswith(NAMES) and not any(
 
 
 @pytest.fixture
-def always(monkeypatch):
+def always(calls_of):
     """The kernel of few queries takes every call that it can do."""
-    served = []
-    monkeypatch.setattr(flash_decode, "_pays", lambda *_: True)
-    launch = flash_decode.attention
-    monkeypatch.setattr(flash_decode, "attention", lambda *arguments: served.append(1) or launch(*arguments))
-    return served
+    with overridden(decode=True):
+        yield calls_of(flash_decode, "attention")
 
 
 @pytest.mark.parametrize(("queries", "keys", "group", "kv_heads", "masked", "pays"), [
@@ -321,14 +319,12 @@ def test_selection_of_the_last_queries(kind, length, window, queries, device):
 @pytest.mark.parametrize(("length", "window", "queries", "heads", "dtype"), [
     (700, 60, 1, 2, "float16"), (700, 60, 3, 10, "bfloat16"), (600, 90, 8, 4, "float32"),
     (530, 529, 1, 2, "float16")])
-def test_last_queries_of_a_history(length, window, queries, heads, dtype, monkeypatch):
+def test_last_queries_of_a_history(length, window, queries, heads, dtype, calls_of):
     rng, kind = np.random.default_rng(0), numpy_dtype(dtype)
     q, k, v = (rng.standard_normal((2, n, h, 16)).astype(kind)
                for n, h in ((queries, heads), (length, 2), (length, 2)))
     scores = rng.integers(-9, 9, (2, 2, length)).astype(np.float16)
-    launched = []
-    select = last_queries.select_last
-    monkeypatch.setattr(last_queries, "select_last", lambda *x: launched.append(1) or select(*x))
+    launched = calls_of(last_queries, "select_last")
     out, lse = dma.dynamic_mask_attention(q, k, v, scores, window=window, return_lse=True, backend="emulator")
     assert launched
     seen = reference.top_w_dense(scores, window, query_length=queries)

@@ -205,17 +205,15 @@ def test_without_gradients(off, device, chain_runs):
 
 
 @pytest.mark.parametrize("grad", [False, True])
-def test_slots_of_super_tiles_are_counted_for_gradients(grad, device, chain_runs, monkeypatch):
-    counted, sizes = [], intervals._seen_sizes
-    monkeypatch.setattr(intervals, "_seen_sizes", lambda mask, spans: counted.append(spans) or sizes(mask, spans))
+def test_slots_of_super_tiles_are_counted_for_gradients(grad, device, chain_runs, calls_of):
+    counted = calls_of(intervals, "_seen_sizes")
     found = dynamic(*draw(0, length=2100, grad=grad))  # more than one chunk
-    assert counted == [grad] and chain_runs["forward"] == 1 and found[0].requires_grad is grad
+    assert [spans for _, spans in counted] == [grad] and chain_runs["forward"] == 1 and found[0].requires_grad is grad
 
 
-def test_few_queries_do_without_a_mask(device, chain_runs, monkeypatch):
+def test_few_queries_do_without_a_mask(device, chain_runs, monkeypatch, calls_of):
     """Without gradients: their keys are found from the scores, in every call of the kind."""
-    served, attend_last = [], last_queries.attend_last
-    monkeypatch.setattr(last_queries, "attend_last", lambda *arguments: served.append(1) or attend_last(*arguments))
+    served = calls_of(last_queries, "attend_last")
     monkeypatch.setattr(flash_decode, "_pays", lambda *_: True)
     query, key, value, scores = draw(0, length=1000)
     inputs = query[:, :2], key, value, scores
