@@ -10,7 +10,7 @@ from tests.oracle import hidden_keys
 
 pytest.importorskip("cupy")
 
-from cupy_dma.backends.cuda.attention import sm90
+from cupy_dma.backends.cuda.runtime.program import overridden
 from tests import emulator
 
 
@@ -28,9 +28,8 @@ KINDS = [case for case in hidden_keys.CASES + WIDE + hidden_keys.FEW if case.bia
 
 
 @pytest.mark.parametrize("case", KINDS, ids=str)
-def test_forward_and_backward(case, monkeypatch):
-    monkeypatch.setattr(sm90, "FEW_KEYS", 0)
-    with emulator.hopper_gpu() as runtime:
+def test_forward_and_backward(case):
+    with emulator.hopper_gpu() as runtime, overridden(hopper=True):
         runtime.most_writes = 2  # in two passes
         hidden_keys.run(case, forward=None if case in hidden_keys.FEW else "numpy",
                         backend="emulator")

@@ -3,13 +3,12 @@ a warp's keys. Each element of the results is compared; one wrong pair is lost i
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 
 import cupy_dma as dma
-from cupy_dma.backends.cuda.attention import sm90
+from cupy_dma.backends.cuda.runtime.program import overridden
 from cupy_dma.backward import attention_backward
 from tests import emulator
 from tests.oracle import by_element, schedule_cases
@@ -20,7 +19,7 @@ def device(request):
     """Without the watch, which other tests of these kernels have: it takes several times as long. Hopper's kernels take
     all calls that they can, however small."""
     with ((emulator.hopper_gpu if request.param == "hopper" else emulator.using)(build="plain") as runtime,
-          schedule_cases.hopper_gradients(True), mock.patch.object(sm90, "FEW_KEYS", 0)):
+          schedule_cases.hopper_gradients(True), overridden(hopper=True)):
         yield runtime
 
 

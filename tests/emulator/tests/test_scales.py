@@ -13,6 +13,7 @@ from tests.oracle.cases import Case
 pytest.importorskip("cupy")
 
 from cupy_dma.backends.cuda.attention import sm90
+from cupy_dma.backends.cuda.runtime.program import overridden
 from tests import emulator
 
 SCALES = (0.0, 1e-40, 1e-30, sm90.SMALLEST_SCALE, 0.3, -0.3, -1e-40)
@@ -29,10 +30,8 @@ def _(fresh_programs):
 
 @pytest.mark.parametrize("kernels", ["portable", "hopper"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_forward_and_backward(case, kernels, monkeypatch):
-    monkeypatch.setattr(sm90, "FEW_KEYS", 0)
-    device = emulator.hopper_gpu() if kernels == "hopper" else contextlib.nullcontext()
-    with device:
+def test_forward_and_backward(case, kernels):
+    with emulator.hopper_gpu() if kernels == "hopper" else contextlib.nullcontext(), overridden(hopper=True):
         cases.check(case, *cases.run(case, backend="emulator"))
         cases.check_backward(case, cases.run_backward(case, backend="emulator", with_dlse=True), with_dlse=True)
 

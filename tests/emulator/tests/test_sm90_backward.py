@@ -232,7 +232,7 @@ def test_tiles_in_parts(options, count, steps, deterministic, served):
     bias = np.linspace(0, 1, options.get("length", 700), dtype=np.float32)
     options["bias"] = np.broadcast_to(bias, (*options["bias"], bias.size)).copy()
     parts = sm90_backward.QuerySplits(count, steps)
-    with mock.patch.object(sm90_backward, "query_splits_of", lambda *arguments: parts):
+    with fresh(parts=parts):
         found = gradients("emulator", **options)
         with emulator.hopper_gpu(order=ORDERS[-1]), schedule_cases.num_sms(3):
             again = gradients("emulator", **options)

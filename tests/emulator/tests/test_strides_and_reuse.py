@@ -2,13 +2,11 @@
 CPU emulator: inputs on which small faults of the kernels and their launchers show."""
 from __future__ import annotations
 
-from unittest import mock
-
 import numpy as np
 import pytest
 
 import cupy_dma as dma
-from cupy_dma.backends.cuda.attention import sm90_backward
+from cupy_dma.backends.cuda.runtime.program import overridden
 from cupy_dma.backward import attention_backward, dynamic_mask_attention_backward
 from tests import emulator
 from tests.oracle import by_element
@@ -18,7 +16,7 @@ from tests.oracle import by_element
 def device(request):
     """The Hopper kernels make gradients however few tiles there are."""
     with (emulator.hopper_gpu() if request.param == "hopper" else emulator.using() as runtime,
-          mock.patch.object(sm90_backward, "MIN_TILES", 0.0)):
+          overridden(hopper=True)):
         yield runtime
 
 
