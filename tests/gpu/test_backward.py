@@ -15,11 +15,6 @@ from tests.oracle import cases, score_cases
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(scope="module")
-def torch():
-    return pytest.importorskip("torch")
-
-
 def as_numpy(gradients):
     return tuple(None if g is None else host(g) for g in gradients)
 
@@ -121,32 +116,21 @@ def test_the_whole_chain(torch):
 
 
 # ---- the same bits ----
-@pytest.mark.parametrize(("head_dim", "dtype"), [(64, "bfloat16"), (128, "bfloat16"), (64, "float32"),
-                                                 (128, "float32")])
-def test_the_same_bits_every_time(torch, head_dim, dtype):
-    q, k, v = draw(torch, 2000, 2000, 4, 2, head_dim, dtype=getattr(torch, dtype))
-    scores = draw_scores(torch, 1, 2, 2000)
-    mask = dma.IntervalMask.top_w(scores, 300)
+@pytest.mark.parametrize(("n", "heads", "batch", "head_dim", "dtype", "window", "repeats"), [
+    *((2000, (4, 2), 1, *kind, 300, 50) for kind in ((64, "bfloat16"), (128, "bfloat16"), (64, "float32"),
+                                                     (128, "float32"))),
+    (8192, (8, 4), 2, 16, "bfloat16", 128, 200)])
+def test_the_same_bits_every_time(torch, n, heads, batch, head_dim, dtype, window, repeats):
+    """With lists made anew, every other time on another stream; at last with a small head dim and many blocks."""
+    q, k, v = draw(torch, n, n, *heads, head_dim, batch=batch, dtype=getattr(torch, dtype))
+    scores = draw_scores(torch, batch, heads[1], n)
+    mask = dma.IntervalMask.top_w(scores, window)
     out, lse = dma.attention(q, k, v, mask=mask, bias=scores, return_lse=True)
-    dout = torch.randn_like(out)
-    first = attention_backward(dout, q, k, v, out, lse, mask=mask, bias=scores, deterministic=True)
-    for _ in range(50):
-        mask._cache.clear()
-        again = attention_backward(dout, q, k, v, out, lse, mask=mask, bias=scores, deterministic=True)
-        assert all(torch.equal(x, y) for x, y in zip(first, again))
-
-
-def test_race_stress(torch):
-    """Small head dim, many blocks, 200 repeats, also on another stream."""
-    q, k, v = draw(torch, 8192, 8192, 8, 4, 16, batch=2)
-    scores = draw_scores(torch, 2, 4, 8192)
-    mask = dma.IntervalMask.top_w(scores, 128)
-    out, lse = dma.attention(q, k, v, mask=mask, bias=scores, return_lse=True)
-    dout = torch.randn_like(out)
+    dout, stream = torch.randn_like(out), torch.cuda.Stream()
     first = attention_backward(dout, q, k, v, out, lse, mask=mask, bias=scores, deterministic=True)
     torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    for i in range(200):
+    for i in range(repeats):
+        mask._cache.clear()
         with torch.cuda.stream(stream if i % 2 else torch.cuda.current_stream()):
             again = attention_backward(dout, q, k, v, out, lse, mask=mask, bias=scores, deterministic=True)
         torch.cuda.synchronize()

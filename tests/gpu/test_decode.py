@@ -16,11 +16,6 @@ from tests.oracle.cache_cases import History
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(scope="module")
-def torch():
-    return pytest.importorskip("torch")
-
-
 def draw(torch, batch, n, heads, kv_heads, size, queries=None, dtype="bfloat16"):
     make = torch.Generator(device="cuda").manual_seed(0)
     q, k, v = (torch.randn(batch, length, h, size, generator=make, device="cuda").to(getattr(torch, dtype))
@@ -171,13 +166,12 @@ def test_many_steps_keep_the_right_keys(torch, clusters):
 
 @pytest.mark.parametrize("kind", ["iid", "equal", "increasing", "decreasing", "ties"])
 @pytest.mark.parametrize("queries", [1, 5])
-def test_last_queries_of_long_histories(torch, kind, queries, monkeypatch):
+def test_last_queries_of_long_histories(torch, kind, queries, calls_of):
     n, window = 300_000, 1000
     q, k, v, scores = draw(torch, 1, n, 4, 2, 64, queries)
     scores = {"iid": scores, "equal": torch.zeros_like(scores), "increasing": torch.sort(scores).values,
               "decreasing": torch.sort(scores, descending=True).values, "ties": torch.round(scores)}[kind].contiguous()
-    attend_last, used = last_queries.attend_last, []
-    monkeypatch.setattr(last_queries, "attend_last", lambda *x: used.append(1) or attend_last(*x))
+    used = calls_of(last_queries, "attend_last")
     results = [dma.dynamic_mask_attention(q, k, v, scores, window=window, return_lse=True) for _ in range(10)]
     assert len(used) == 10
     for i in range(queries):
@@ -211,13 +205,11 @@ def test_few_queries_against_many_keys(torch, mask, queries):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("queries", "heads", "kv_heads", "head_dim"), [(264, 2, 1, 64), (65, 4, 4, 128),
                                                                          (30, 15, 3, 96)])
-def test_hundreds_of_queries_against_many_keys(torch, monkeypatch, queries, heads, kv_heads, head_dim, causal,
-                                               is_hopper):
+def test_hundreds_of_queries_against_many_keys(torch, calls_of, queries, heads, kv_heads, head_dim, causal, is_hopper):
     """As many as leave most of a GPU idle otherwise. Hopper's tiles are split up along their keys."""
     if is_hopper and not cuda.runtime.hopper(0):
         pytest.skip("no Hopper GPU")
-    n, served, launch = 5000, [], flash_decode.attention
-    monkeypatch.setattr(flash_decode, "attention", lambda *arguments: served.append(1) or launch(*arguments))
+    n, served = 5000, calls_of(flash_decode, "attention")
     q, k, v, scores = draw(torch, 1, n, heads, kv_heads, head_dim, queries)
     with fresh(hopper=None if is_hopper else False):
         out, lse = dma.attention(q, k, v, bias=scores, causal=causal, return_lse=True)

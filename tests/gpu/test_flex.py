@@ -3,11 +3,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 import cupy_dma as dma
-from cupy_dma.arrays import Device, library_named
+from tests.gpu.test_forward import converter, host
 from tests.oracle import cases
 from tests.oracle.cases import CASES
 
@@ -20,19 +19,6 @@ NAMES = ("bfloat16-D64", "float16-D3", "bfloat16-D128", "float32-D40", "float32-
          "bias-full-top_w", "bias-row-none", "bias-key_shared-top_w", "softcap-full", "scale-negative",
          "layout-head_slice", "batch-3")
 CHOSEN = [case for case in CASES if case.name in NAMES]
-
-
-@pytest.fixture(scope="module")
-def torch():
-    return pytest.importorskip("torch")
-
-
-def converter(name):
-    return lambda x: library_named(name).from_numpy(np.ascontiguousarray(x), Device("cuda", 0))
-
-
-def host(array) -> np.ndarray:
-    return library_named("torch" if type(array).__module__.startswith("torch") else "cupy").to_numpy(array)
 
 
 @pytest.mark.parametrize("case", CHOSEN, ids=str)

@@ -27,11 +27,6 @@ CUDA = Device("cuda", 0)
 FORWARD = [c for c in cases.CASES if c.dtype in ("float16", "bfloat16", "float32")]
 
 
-@pytest.fixture(scope="module")
-def torch():
-    return pytest.importorskip("torch")
-
-
 def converter(name, device=CUDA):
     library = library_named(name)
     return lambda x: library.from_numpy(np.ascontiguousarray(x), device)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 from contextlib import ExitStack
-from unittest import mock
 
 import pytest
 
@@ -40,20 +39,12 @@ def device():
 
 
 @pytest.fixture
-def everything(torch):
+def everything(torch, calls_of):
     """Every call that the kernel can serve goes to it, with the tile that is asked for; returns how many did."""
-    served = []
-    original = sm90.attention
-
-    def attention(*arguments):
-        served.append(1)
-        original(*arguments)
-
     with ExitStack() as stack:
         def choose(tile, head_dims):
-            stack.enter_context(mock.patch.object(sm90, "attention", attention))
             stack.enter_context(taken(tile, head_dims))
-            return served
+            return calls_of(sm90, "attention")
 
         yield choose
 
@@ -310,22 +301,17 @@ def test_a_dense_bias_of_short_blocks(head_dim, everything, poison, torch, devic
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_dense_bias_where_the_kernel_pays(head_dim, poison, torch, monkeypatch, fresh_programs):
+def test_dense_bias_where_the_kernel_pays(head_dim, poison, torch, calls_of, fresh_programs):
     """Tiles for such a bias, whatever hides keys."""
-    length, served, original = 2304, [], sm90.attention
+    length, served = 2304, calls_of(sm90, "attention")
     q, k, v = draw(torch, length, length, 16, 8, head_dim)
     bias = torch.randn(1, 16, length, length, device="cuda").to(q.dtype)
     masks = (None, dma.IntervalMask.top_w(draw_scores(torch, 1, 8, length), 300),
              torch.rand(1, 1, length, length, device="cuda") < 0.5)
 
-    def attention(*arguments):
-        served.append(1)
-        original(*arguments)
-
     for mask, causal in itertools.product(masks, (False, True)):
         with portable():
             expected, expected_lse = dma.attention(q, k, v, mask=mask, bias=bias, causal=causal, return_lse=True)
-        monkeypatch.setattr(sm90, "attention", attention)
         poison()
         out, lse = dma.attention(q, k, v, mask=mask, bias=bias, causal=causal, return_lse=True)
         assert torch.equal(lse > -torch.inf, seen := expected_lse > -torch.inf)

@@ -10,16 +10,10 @@ torch = pytest.importorskip("torch")
 
 from cupy_dma.torch import DynamicMaskAttention, DynamicMaskSelfAttention  # noqa: E402
 from tests.oracle import layer_cases, reference  # noqa: E402
-from tests.oracle.torch_inputs import same  # noqa: E402
+from tests.oracle.torch_inputs import same, same_numbers  # noqa: E402, F401
 from tests.torch import recall  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("uncollected")]
-
-
-@pytest.fixture(autouse=True)
-def same_numbers():
-    torch.manual_seed(0)
-    torch._dynamo.reset()
 
 
 def draw(n=300, heads=4, kv_heads=2, size=64, dtype=torch.bfloat16):

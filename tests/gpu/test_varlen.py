@@ -18,11 +18,6 @@ FORWARD = [c for c in cases.CASES + cases.PAGES + cases.LONG if c.dtype != "floa
 BACKWARD = [c for c in cases.CASES + cases.SUPERS if c.dtype != "float64"]
 
 
-@pytest.fixture(scope="module")
-def torch():
-    return pytest.importorskip("torch")
-
-
 # ---- right ----
 @pytest.mark.parametrize("name", ["cupy", "torch"])
 @pytest.mark.parametrize("case", FORWARD, ids=str)
