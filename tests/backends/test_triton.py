@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given, settings
 
 import cupy_dma as dma
-from cupy_dma.arrays import CPU, Device, library_named, numpy_dtype
-from cupy_dma.backward import attention_backward, dynamic_mask_attention_backward, key_scores_backward
-from tests.oracle import cases, delay_cases, reference
+from cupy_dma.arrays import CPU, Device, library_named
+from cupy_dma.backward import attention_backward, dynamic_mask_attention_backward
+from tests.oracle import cases, delay_cases, score_cases, selection_cases
 from tests.unit.test_selection import problems
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -139,32 +139,16 @@ def test_many_blocks_of_keys(torch, mask):
 @settings(max_examples=20 if INTERPRETED else 60, deadline=None)
 def test_selection_is_the_definition(problem):
     pytest.importorskip("triton")
-    scores, window, padding, documents = problem
-    move = converter("torch")
-    given_arrays = [None if x is None else move(x) for x in (scores, padding, documents)]
-    mask = dma.IntervalMask.top_w(given_arrays[0], window, padding=given_arrays[1], documents=given_arrays[2],
-                                  backend="triton")
-    expected = reference.top_w_dense(scores, window, "prefix", padding, documents, scores.shape[2])
-    assert np.array_equal(np.broadcast_to(host(mask.to_dense(scores.shape[2])), expected.shape), expected)
+    selection_cases.check_definition(problem, converter("torch"), host, "triton")
 
 
 @on_device
 @pytest.mark.parametrize(("length", "window"), [(1, 1), (1023, 1), (1025, 7), (2048, 2048)] + (
     [] if INTERPRETED else [(5000, 4999), (9001, 256), (40000, 1000), (70001, 3000)]))
 def test_selection_of_long_sequences(torch, length, window):
-    """Against the heap of the NumPy backend, which is tested against the definition; with padding and documents."""
-    rng = np.random.default_rng(length)
-    scores = np.maximum(rng.standard_normal((1, 2, length)), 0).astype(np.float32) * rng.choice([-1, 1], length)
-    scores = scores.astype(np.float32)
-    scores[rng.random(scores.shape) < 0.02] = np.nan
-    padding = rng.random((1, length)) < 0.8
-    documents = np.cumsum(rng.random((1, length)) < 5 / length, axis=-1).astype(np.int32)
-    move = converter("torch")
-    for options in ({}, {"padding": padding}, {"documents": documents}, {"padding": padding, "documents": documents}):
-        expected = dma.IntervalMask.top_w(scores, window, **options)
-        mask = dma.IntervalMask.top_w(move(scores), window, **{k: move(x) for k, x in options.items()},
-                                      backend="triton")
-        assert np.array_equal(host(mask.stop), expected.stop)
+    scores = selection_cases.awkward_scores("special", 2, length)
+    for options in selection_cases.options_of(length):
+        selection_cases.check(scores, window, converter("torch"), host, "triton", **options)
 
 
 @on_device
@@ -174,24 +158,8 @@ def test_selection_of_long_sequences(torch, length, window):
 @pytest.mark.parametrize("shape", [(2, 333, 1, 64), (2, 77, 3, 33), (1, 0, 2, 8)])
 def test_key_scores(torch, name, dtype, form, shape):
     pytest.importorskip(name)
-    rng = np.random.default_rng(0)
-    batch, length, heads, size = shape
-    value = rng.standard_normal(shape).astype(numpy_dtype(dtype))
-    weight = (rng.standard_normal((heads, heads * size)) / np.sqrt(heads * size)).astype(np.float32)
-    a, offset = rng.standard_normal(heads).astype(np.float32), rng.standard_normal(heads).astype(np.float32)
-    dscores = rng.standard_normal((batch, heads, length)).astype(np.float32)
-    dscores[rng.random(dscores.shape) < 0.2] = 0
-    move = converter(name)
-    got = host(dma.key_scores(*map(move, (value, weight, a)), dt_bias=move(offset), form=form, backend="triton"))
-    assert got.dtype == np.float32
-    np.testing.assert_allclose(got, reference.key_scores(value, weight, a, offset, form), rtol=2e-6, atol=1e-7)
-    found = key_scores_backward(*map(move, (dscores, value, weight, a)), dt_bias=move(offset), form=form,
-                                backend="triton")
-    wide = [x.astype(np.float64) for x in (dscores, value, weight, a)]
-    expected = key_scores_backward(*wide, dt_bias=offset.astype(np.float64), form=form)
-    for name, g, ref in zip(found._fields, map(host, found), expected):
-        largest = np.abs(ref).max(initial=0.0)
-        assert np.abs(g.astype(np.float64) - ref).max(initial=0.0) <= reference.one_rounding(largest, g.dtype), name
+    score_cases.check(shape, dtype, form, "float32", converter(name), host, rtol=2e-6, backend="triton")
+    score_cases.check_backward(shape, dtype, form, converter(name), host, rtol=0.0, backend="triton")
 
 
 @on_device
