@@ -15,7 +15,7 @@ def problem(shape: tuple[int, ...], dtype: str) -> tuple[np.ndarray, ...]:
     rng = np.random.default_rng(0)
     _, _, heads, size = shape
     value = rng.standard_normal(shape).astype(numpy_dtype(dtype))
-    weight = (rng.standard_normal((heads, heads * size)) / np.sqrt(size)).astype(np.float32)
+    weight = (rng.standard_normal((heads, heads * size)) / np.sqrt(heads * size)).astype(np.float32)
     return value, weight, rng.standard_normal(heads).astype(np.float32), rng.standard_normal(heads).astype(np.float32)
 
 
@@ -36,7 +36,7 @@ def check_backward(shape: tuple[int, ...], dtype: str, form: str, convert: Any =
     rng = np.random.default_rng(1)
     dscores = rng.standard_normal((shape[0], shape[2], shape[1])).astype(np.float32)
     dscores[rng.random(dscores.shape) < 0.2] = 0
-    arguments = [dscores, value, weight / np.float32(np.sqrt(shape[2])), a, offset]
+    arguments = [dscores, value, weight, a, offset]
     given, wide = map(convert, arguments), (x.astype(np.float64) for x in arguments)
     found, expected = (dma.backward.key_scores_backward(*x, dt_bias=last, form=form, **more)
                        for (*x, last), more in ((given, options), (wide, {"backend": "numpy"})))
