@@ -65,18 +65,12 @@ def test_every_broadcast_shape(rng, shape, mask_shape, backend, deterministic):
     mask, options = dma.IntervalMask.sliding_window(40, 17), {"causal": True, "softcap": 2.0, "bias": bias}
     both = np.broadcast_to(dense, (*(1,) * (4 - dense.ndim), *dense.shape)) & mask.to_dense(30)
     out, lse = dma.attention(q, k, v, mask=(mask, dense), return_lse=True, backend=backend, **options)
-    arguments = q, k, v, both, bias, True, None, 2.0
-    plain = reference.same_precision_attention(*arguments)
-    for x, ref, close in zip((out, lse), reference.attention(*arguments), plain):
-        reference.assert_matches_reference(x, ref, close, np.float32)
+    plain = {"dense_mask": both, "bias": bias, "causal": True, "softcap": 2.0}
+    reference.check_attention((out, lse), q, k, v, **plain)
     dout = rng.standard_normal(q.shape).astype(np.float32)
     found = dma.backward.attention_backward(dout, q, k, v, out, lse, mask=(mask, dense), backend=backend,
                                             deterministic=deterministic, **options)
-    expected = [of(dout, *arguments) for of in (reference.attention_gradients, reference.attention_gradient_terms,
-                                                reference.same_precision_attention_gradients)]
-    for name, x, ref, terms, close in zip(NAMES, found, *expected):
-        print(name, end=" ")
-        reference.assert_matches_reference(x, ref, close, np.float32, factor=3, terms=terms)
+    reference.check_attention_gradients(found, dout, q, k, v, **plain)
 
 
 @pytest.mark.parametrize("needs", NAMES)

@@ -49,21 +49,15 @@ def is_the_oracle(case: Case, found: list[dict]) -> None:
     arguments, options = case.oracle()
     np.testing.assert_array_equal(selected(case, found), options["dense_mask"])
 
-    dtype = arguments[0].dtype
-    exact, plain = (f(*arguments[1:], **options) for f in (reference.attention, reference.same_precision_attention))
-    out, lse = (torch.cat([result[name] for result in found], axis) for name, axis in (("out", 1), ("lse", 2)))
-    reference.assert_matches_reference(numbers(out), exact[0], plain[0], dtype)
-    wide = np.float64 if dtype == np.float64 else np.float32
-    reference.assert_matches_reference(numbers(lse), exact[1], plain[1], wide)
+    joined = tuple(numbers(torch.cat([result[name] for result in found], axis)) for name, axis in (
+        ("out", 1), ("lse", 2)))
+    reference.check_attention(joined, *arguments[1:], **options)
 
     if case.scores in ("nan", "infinite"):
         return  # gradients of all keys are NaN, or cancel
-    exact, plain = (f(*arguments, **options) for f in (
-        reference.attention_gradients, reference.same_precision_attention_gradients))
-    terms = reference.attention_gradient_terms(*arguments, **options)
-    for i in range(len(found[0]["gradients"])):
-        joined = numbers(torch.cat([result["gradients"][i] for result in found], 2 if i == 3 else 1))
-        reference.assert_matches_reference(joined, exact[i], plain[i], joined.dtype, factor=3, terms=terms[i])
+    joined = [numbers(torch.cat(parts, 2 if i == 3 else 1))
+              for i, parts in enumerate(zip(*(result["gradients"] for result in found)))]
+    reference.check_attention_gradients(joined, *arguments, **options)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.world > 1][::3], ids=str)

@@ -27,11 +27,8 @@ def qkv(rng):
 
 
 def check(out, qkv, mask=None, bias=None, causal=False, scale=None, softcap=0.0, lse=None):
-    arguments = (*qkv, mask, bias, causal, scale, softcap)
-    (ref, ref_lse), (plain, plain_lse) = reference.attention(*arguments), reference.same_precision_attention(*arguments)
-    reference.assert_matches_reference(out, ref, plain, out.dtype)
-    if lse is not None:
-        reference.assert_matches_reference(lse, ref_lse, plain_lse, lse.dtype)
+    reference.check_attention(out if lse is None else (out, lse), *qkv, dense_mask=mask, bias=bias, causal=causal,
+                              scale=scale, softcap=softcap)
 
 
 # ---- masks and biases ----

@@ -293,10 +293,8 @@ def test_a_long_prompt_and_many_steps(name):
     mask = reference.top_w_dense(scores, history.window, query_length=6)
     p, j = np.arange(last, 3040)[:, None], np.arange(3040)
     mask = mask | ((j <= p) & ((j < 4) | (j > p - 16)))
-    arguments = x["query"][:, last:], x["key"], x["value"], mask, scores
-    for found, ref, plain in zip((out[:, -6:], lse[:, :, -6:]), reference.attention(*arguments),
-                                 reference.same_precision_attention(*arguments)):
-        reference.assert_matches_reference(found, ref, plain, found.dtype)
+    reference.check_attention((out[:, -6:], lse[:, :, -6:]), x["query"][:, last:], x["key"], x["value"],
+                              dense_mask=mask, bias=scores)
     positions = back(cache.kept().positions)
     b, g = (int(i) for i in (rng.integers(2), rng.integers(8)))
     assert positions[b, g][positions[b, g] >= 0].tolist() == np.flatnonzero(mask[b, g, -1]).tolist()

@@ -44,21 +44,13 @@ def problem(layer: DynamicMaskAttention, q: torch.Tensor, k: torch.Tensor, v: to
 
 def check(out: torch.Tensor, given: tuple[list[np.ndarray], dict[str, Any]]) -> None:
     """Section 12 for the output of a ``problem``."""
-    arguments, options = given
-    exact, plain = (f(*arguments, **options)[0] for f in (reference.attention, reference.same_precision_attention))
-    reference.assert_matches_reference(numbers(out), exact, plain, arguments[0].dtype)
+    reference.check_attention(numbers(out), *given[0], **given[1])
 
 
 def check_gradients(dout: torch.Tensor, dq: torch.Tensor, dk: torch.Tensor,
                     given: tuple[list[np.ndarray], dict[str, Any]]) -> None:
     """Section 12 for the gradients of query and key."""
-    arguments, options = [numbers(dout), *given[0]], given[1]
-    exact, plain = (f(*arguments, **options) for f in (
-        reference.attention_gradients, reference.same_precision_attention_gradients))
-    terms = reference.attention_gradient_terms(*arguments, **options)
-    for i, found in enumerate((dq, dk)):
-        reference.assert_matches_reference(numbers(found), exact[i], plain[i], numbers(found).dtype, factor=3,
-                                           terms=terms[i])
+    reference.check_attention_gradients(map(numbers, (dq, dk)), numbers(dout), *given[0], **given[1])
 
 
 N = 200  # longer than a tile's list of keys, so that tiles have lists of their own

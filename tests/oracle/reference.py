@@ -7,6 +7,7 @@ queries and touches visible keys only. Letters: ``B`` batch, ``H`` heads, ``Hkv`
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -366,3 +367,21 @@ def assert_matches_reference(out, reference, plain, dtype, factor=2, terms=0.0) 
     error, error_plain, allowed = error_and_allowed(out, reference, plain, dtype, factor, terms)
     print(f"error {error:.3g}, plain {error_plain:.3g}, allowed {allowed:.3g}")
     assert error <= allowed, f"error {error:.3g} exceeds {allowed:.3g} (plain same-precision error {error_plain:.3g})"
+
+
+def check_attention(found: Any, query, key, value, *, tf32: bool = False, **options: Any) -> None:
+    """``found``: ``out``, or a pair with ``lse``. ``options``: of ``attention``."""
+    rows, found = (query, key, value), found if isinstance(found, tuple) else (found,)
+    for ours, exact, plain in zip(found, attention(*rows, **options),
+                                  same_precision_attention(*rows, tf32=tf32, **options)):
+        assert_matches_reference(ours, exact, plain, ours.dtype)
+
+
+def check_attention_gradients(found: Any, dout, query, key, value, *, tf32: bool = False, **options: Any) -> None:
+    """``found``: of query, key, value and bias, of which those that are None are not looked at."""
+    given = dout, query, key, value
+    for ours, exact, plain, terms in zip(found, attention_gradients(*given, **options),
+                                         same_precision_attention_gradients(*given, tf32=tf32, **options),
+                                         attention_gradient_terms(*given, **options)):
+        if ours is not None:
+            assert_matches_reference(ours.reshape(exact.shape), exact, plain, ours.dtype, factor=3, terms=terms)

@@ -28,13 +28,7 @@ def gradients(q, k, v, dout, *, deterministic=False, needs=NAMES, dlse=None, **o
 
 
 def compare(found, dout, q, k, v, dense, bias=None, **options):
-    arguments = (dout, q, k, v, dense, bias, *[options.get(name, default) for name, default in (
-        ("causal", False), ("scale", None), ("softcap", 0.0), ("dlse", None))])
-    triples = zip(reference.attention_gradients(*arguments), reference.same_precision_attention_gradients(*arguments),
-                  reference.attention_gradient_terms(*arguments))
-    for mine, (ref, plain, terms) in zip(found, triples):
-        if mine is not None:
-            reference.assert_matches_reference(mine, ref, plain, mine.dtype, factor=3, terms=terms)
+    reference.check_attention_gradients(found, dout, q, k, v, dense_mask=dense, bias=bias, **options)
 
 
 # ---- the grid ----

@@ -328,11 +328,7 @@ def test_last_queries_of_a_history(length, window, queries, heads, dtype, calls_
     out, lse = dma.dynamic_mask_attention(q, k, v, scores, window=window, return_lse=True, backend="emulator")
     assert launched
     seen = reference.top_w_dense(scores, window, query_length=queries)
-    arguments = (q, k, v, seen, scores)
-    pairs = zip((out, lse), reference.attention(*arguments),
-                reference.same_precision_attention(*arguments, tf32=dtype == "float32"))
-    for found, expected, plain in pairs:
-        reference.assert_matches_reference(found, expected, plain, found.dtype)
+    reference.check_attention((out, lse), q, k, v, dense_mask=seen, bias=scores, tf32=dtype == "float32")
 
 
 def test_what_the_last_queries_leave_to_masks(monkeypatch):

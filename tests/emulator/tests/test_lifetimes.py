@@ -173,14 +173,9 @@ def test_packed_sequences(name, hopper):
         seen = (np.arange(ka, kb) <= position + qa) & (position + qa < mask.stop[0, :, None, ka:kb])
         arguments = [x[None, a:b] for x, a, b in ((dout, qa, qb), (q, qa, qb), (np.nan_to_num(k), ka, kb),
                                                   (np.nan_to_num(v), ka, kb))]
-        exact, plain = (f(*arguments[1:], seen[None]) for f in (
-            reference.attention, reference.same_precision_attention))
-        reference.assert_matches_reference(out[None, qa:qb], exact[0], plain[0], out.dtype)
-        exact, plain, terms = (f(*arguments, seen[None]) for f in (
-            reference.attention_gradients, reference.same_precision_attention_gradients,
-            reference.attention_gradient_terms))
-        for x, a, b, *numbers in zip(found, (qa, ka, ka), (qb, kb, kb), exact, plain, terms):
-            reference.assert_matches_reference(x[None, a:b], *numbers[:2], x.dtype, 3, numbers[2])
+        reference.check_attention(out[None, qa:qb], *arguments[1:], dense_mask=seen[None])
+        own = [x[None, a:b] for x, a, b in zip(found, (qa, ka, ka), (qb, kb, kb))]
+        reference.check_attention_gradients(own, *arguments, dense_mask=seen[None])
 
 
 def test_tiles_of_packed_sequences_skip_what_they_do_not_see():
@@ -255,11 +250,7 @@ def check_gradients(keys: int, queries: int, heads: tuple[int, int], head_dim: i
             out, lse = dma.attention(q, k, v, **given, return_lse=True)
             first, second = (attention_backward(dout, q, k, v, out, lse, **given, deterministic=not one_pass)
                              for _ in range(2))
-        arguments = dout, q, *(np.nan_to_num(x) for x in (k, v)), mask.to_dense(queries), bias[:, :, None], causal
-        exact, plain, terms = (f(*arguments) for f in (
-            reference.attention_gradients, reference.same_precision_attention_gradients,
-            reference.attention_gradient_terms))
-        for ours, again, *numbers in zip(first, second, exact, plain):
-            assert one_pass or np.array_equal(ours, again)
-            reference.assert_matches_reference(ours.reshape(numbers[0].shape), *numbers, ours.dtype, 3, terms.pop(0))
+        assert one_pass or all(np.array_equal(ours, again) for ours, again in zip(first, second))
+        reference.check_attention_gradients(first, dout, q, *(np.nan_to_num(x) for x in (k, v)), causal=causal,
+                                            dense_mask=mask.to_dense(queries), bias=bias[:, :, None])
         assert not first.key[0, unseen.T].any() and not first.bias[unseen[None]].any()

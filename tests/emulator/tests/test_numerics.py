@@ -35,20 +35,11 @@ def problem(kernel, dtype="float16", keys=600, queries=70, head_dim=32, heads=(2
 
 
 def check_forward(arrays, out, lse=None, **options):
-    ref, ref_lse = reference.attention(*arrays, **options)
-    plain, plain_lse = reference.same_precision_attention(*arrays, **options, tf32=True)
-    reference.assert_matches_reference(out, ref, plain, out.dtype)
-    if lse is not None:
-        reference.assert_matches_reference(lse, ref_lse, plain_lse, lse.dtype)
+    reference.check_attention(out if lse is None else (out, lse), *arrays, tf32=True, **options)
 
 
 def check_gradients(arrays, dout, found, **options):
-    expected = reference.attention_gradients(dout, *arrays, **options)
-    plain = reference.same_precision_attention_gradients(dout, *arrays, **options, tf32=True)
-    terms = reference.attention_gradient_terms(dout, *arrays, **options)
-    for ours, ref, other, total in zip(found, expected, plain, terms):
-        if ours is not None:
-            reference.assert_matches_reference(ours, ref, other, ours.dtype, factor=3, terms=total)
+    reference.check_attention_gradients(found, dout, *arrays, tf32=True, **options)
 
 
 # ---- biases ----
