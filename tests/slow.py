@@ -4,7 +4,8 @@ to ``make test-rare``: they get the marker ``rare``, too.
 ``make test`` has to find in minutes what a change breaks. Most of the time goes into compiling kernels, for the
 emulator with g++ and for GPUs with NVRTC, so of the long grids over kernels it runs a fixed choice, the same on every
 machine: a share of the cases of each test function, those with the smallest checksums of their names. Tests whose
-cases differ in what they look at choose for themselves, with ``pytest.mark.slow`` beside the case.
+cases differ in what they look at choose for themselves, with ``pytest.mark.slow`` beside the case. Mutations are those
+of kernel files that differ from the last commit (``CUPY_DMA_BASE`` names another), and of what includes these.
 
 ``make test-all`` should take about an hour on two cores, so of the largest grids it runs a share, too. ``make
 test-gpu`` runs all their cases on a GPU; ``make test-rare`` runs the rest here, for changes of kernels.
@@ -13,8 +14,12 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+import re
+import subprocess
 import zlib
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 import pytest
 
@@ -22,7 +27,7 @@ import pytest
 # The first pattern that fits counts.
 SHARES: dict[str, int | None] = {
     "tests/emulator/mutations/*::test_sound_kernels_pass": 10,
-    "tests/emulator/mutations/*": 8,
+    "tests/emulator/mutations/*::test_faults_are_caught": None,  # see above
     "tests/emulator/tests/test_faults.py::*": 2,
     "tests/emulator/tests/test_sm90.py::*every_length*": None,  # 10 to 40 s each
     "tests/emulator/tests/test_sm90.py::*follow_each_other*": None,
@@ -52,9 +57,35 @@ SHARES_OF_ALL: dict[str, int | None] = {
 }
 
 
+KERNELS = Path(__file__).resolve().parents[1] / "kernels"
+
+
+def changed_kernels() -> set[str]:
+    """Files of ``kernels/`` that have changed, and those that include them; none where there is no git."""
+    command = ["git", "diff", "--name-only", "--relative", os.environ.get("CUPY_DMA_BASE", "HEAD"), "--", "."]
+    try:
+        done = subprocess.run(command, cwd=KERNELS, capture_output=True, text=True)
+    except OSError:
+        return set()
+    return including(set(done.stdout.split()), {path.relative_to(KERNELS).as_posix(): path.read_text()
+                                                for path in KERNELS.rglob("*.cu*")})
+
+
+def including(changed: set[str], texts: dict[str, str]) -> set[str]:
+    """The files, and all whose texts include one of them, directly or not."""
+    includes = {name: set(re.findall(r'#include "([^"]+)"', text)) for name, text in texts.items()}
+    while more := {name for name, others in includes.items() if others & changed} - changed:
+        changed = changed | more
+    return changed
+
+
 def mark(items: list[pytest.Item]) -> None:
     def function(item: pytest.Item) -> str:
         return item.nodeid.partition("[")[0]
+
+    faults = [item for item in items if function(item).endswith("::test_faults_are_caught")]
+    changed = changed_kernels() if faults else set()
+    chosen = {item for item in faults if item.callspec.params["fault"].file in changed}
 
     for name, cases in itertools.groupby(sorted(items, key=function), function):
         ordered = sorted(cases, key=lambda item: zlib.crc32(item.nodeid.encode()))
@@ -62,4 +93,5 @@ def mark(items: list[pytest.Item]) -> None:
             share = next((share for pattern, share in shares.items() if fnmatchcase(name, pattern)), 1)
             kept = 0 if share is None else math.ceil(len(ordered) / share)
             for item in ordered[kept:]:
-                item.add_marker(marker)
+                if item not in chosen:
+                    item.add_marker(marker)
