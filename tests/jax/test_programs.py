@@ -43,8 +43,9 @@ def made(monkeypatch):
     return found
 
 
-def launches(monkeypatch):
-    """The names of the operations that have been launched by programs."""
+@pytest.fixture
+def direct(monkeypatch):
+    """The names of the operations that programs have launched without a plan."""
     found, real = [], programs.Program._fill_directly
     monkeypatch.setattr(programs.Program, "_fill_directly",
                         lambda self, *x: found.append(self.task.operation) or real(self, *x))
@@ -53,10 +54,9 @@ def launches(monkeypatch):
 
 # ---- on the emulator ----
 @needs_emulator
-def test_a_training_step_is_two_programs(made, monkeypatch):
+def test_a_training_step_is_two_programs(made, direct):
     """On the CUDA kernels; the emulator watches that operands are not written, and results and workspace are before
     they are read."""
-    direct = launches(monkeypatch)
     q, k, v, _ = draw(dtype=jnp.float16)
     parameters = recipe()[:2]
 
@@ -78,7 +78,7 @@ def test_a_training_step_is_two_programs(made, monkeypatch):
 
 
 @needs_emulator
-def test_a_plan_has_the_bits_of_the_backend(made, monkeypatch):
+def test_a_plan_has_the_bits_of_the_backend(made, direct):
     q, k, v, s = draw(dtype=jnp.float16)
 
     def run(q, k, v, s):
@@ -89,7 +89,6 @@ def test_a_plan_has_the_bits_of_the_backend(made, monkeypatch):
     found = run(q, k, v, s)
     assert [x.built for x in made] == [True] * 3
     programs.program_of.cache_clear()
-    direct = launches(monkeypatch)
     with cuda_program.fresh():
         plain = run(q, k, v, s)
     assert [x.built for x in made[3:]] == [False] * 3 and direct == ["key_scores", "top_w", "attention"]
@@ -120,8 +119,7 @@ def test_hopper_kernels_in_programs(made):
 
 
 @needs_emulator
-def test_documents_and_global_keys_are_in_programs(made, monkeypatch):
-    direct = launches(monkeypatch)
+def test_documents_and_global_keys_are_in_programs(made, direct):
     q, k, v, s = draw(dtype=jnp.float16)
     ids = jnp.arange(B * N).reshape(B, N) // 9
     for options in ({"documents": [0, 9, N]}, {"keys": "global"}, {"documents": ids, "keys": "global"}):
@@ -149,9 +147,9 @@ def operands(dtype=jnp.float16):
 
 
 @needs_emulator
-def test_a_plan_through_a_gpus_buffers(monkeypatch):
+def test_a_plan_through_a_gpus_buffers(monkeypatch, direct):
     fake_gpu.install(monkeypatch, BACKEND)
-    direct, streams = launches(monkeypatch), []
+    streams = []
     real = cuda_program.Program.run_at
     monkeypatch.setattr(cuda_program.Program, "run_at", lambda self, addresses, stream: (
         streams.append((self.device, stream)), real(self, addresses, stream)))
@@ -173,9 +171,8 @@ def test_a_plan_is_made_for_each_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-def test_without_a_plan_through_a_gpus_buffers(monkeypatch, dtype):
+def test_without_a_plan_through_a_gpus_buffers(monkeypatch, direct, dtype):
     fake_gpu.install(monkeypatch, numpy_backend)
-    direct = launches(monkeypatch)
     program, found = fake_gpu.call(forward_task(), operands(dtype))
     assert not program.built and program.workspace == 0 and direct == ["dynamic"]
     q, k, v, s = draw(dtype=dtype)
@@ -184,9 +181,8 @@ def test_without_a_plan_through_a_gpus_buffers(monkeypatch, dtype):
 
 
 @needs_emulator
-def test_odd_addresses_go_past_the_plan(monkeypatch):
+def test_odd_addresses_go_past_the_plan(monkeypatch, direct):
     fake_gpu.install(monkeypatch, BACKEND)
-    direct = launches(monkeypatch)
     program, found = fake_gpu.call(forward_task(), operands(), offset=8)
     assert program.built and direct == ["dynamic"]
     assert same(found["out"], fake_gpu.call(forward_task(), operands())[1]["out"])
