@@ -25,9 +25,10 @@ import pytest
 
 # Node id without parameters -> of how many cases make test runs one (at least one of each function; None: no case).
 # The first pattern that fits counts.
+FAULTS = "tests/emulator/mutations/test_mutations.py::test_faults_are_caught"
 SHARES: dict[str, int | None] = {
     "tests/emulator/mutations/*::test_sound_kernels_pass": 10,
-    "tests/emulator/mutations/*::test_faults_are_caught": None,  # see above
+    FAULTS: None,  # see above
     "tests/emulator/tests/test_faults.py::*": 2,
     "tests/emulator/tests/test_sm90.py::*every_length*": None,  # 10 to 40 s each
     "tests/emulator/tests/test_sm90.py::*follow_each_other*": None,
@@ -83,7 +84,7 @@ def mark(items: list[pytest.Item]) -> None:
     def function(item: pytest.Item) -> str:
         return item.nodeid.partition("[")[0]
 
-    faults = [item for item in items if function(item).endswith("::test_faults_are_caught")]
+    faults = [item for item in items if function(item) == FAULTS]
     changed = changed_kernels() if faults else set()
     chosen = {item for item in faults if item.callspec.params["fault"].file in changed}
 

@@ -15,14 +15,10 @@ import pytest
 import cupy_dma as dma
 from cupy_dma.backends.cuda.attention import sm90_stored
 from cupy_dma.backends.cuda.runtime import program
+from tests import emulator
+from tests.emulator.tests.test_forward import ORDERS, bits
+from tests.emulator.tests.test_sm90_backward import check, gradients, near
 from tests.oracle import cases, schedule_cases, varlen_cases
-
-build = pytest.importorskip("tests.emulator.build")
-pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
-
-from tests import emulator  # noqa: E402
-from tests.emulator.tests.test_forward import BUILD, ORDERS, bits  # noqa: E402
-from tests.emulator.tests.test_sm90_backward import check, gradients, near  # noqa: E402
 
 OPTIONS: list[dict[str, Any]] = [
     {"head_dim": 32, "heads": (1, 1)}, {"head_dim": 64}, {"head_dim": 128, "dtype": "bfloat16", "heads": (4, 1)},
@@ -46,7 +42,7 @@ def stored(wanted: bool | None = True, lists: int = 0, sms: int = 4, **device: A
         found = chosen(*arguments)
         return dataclasses.replace(found, size=min(lists, found.count)) if lists else found
 
-    with (emulator.hopper_gpu(build=BUILD, **device), schedule_cases.hopper_gradients(False),
+    with (emulator.hopper_gpu(**device), schedule_cases.hopper_gradients(False),
           schedule_cases.num_sms(sms), program.overridden(stored=wanted),
           mock.patch.object(sm90_stored, "chunks_of", chunks_of)):
         yield
