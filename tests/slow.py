@@ -23,9 +23,9 @@ from pathlib import Path
 
 import pytest
 
+FAULTS = "tests/emulator/mutations/test_mutations.py::test_faults_are_caught"
 # Node id without parameters -> of how many cases make test runs one (at least one of each function; None: no case).
 # The first pattern that fits counts.
-FAULTS = "tests/emulator/mutations/test_mutations.py::test_faults_are_caught"
 SHARES: dict[str, int | None] = {
     "tests/emulator/mutations/*::test_sound_kernels_pass": 10,
     FAULTS: None,  # see above
