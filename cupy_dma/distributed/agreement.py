@@ -80,7 +80,7 @@ class Agreement:
         return bool((every == digest).all())
 
     def _compare(self, signature: str, failure: Exception | None) -> None:
-        """Over the store."""
+        """Compare the signature through the store."""
         prefix = f"cupy_dma/{self.known.calls}"
         self.known.calls += 1
         self.known.store.set(f"{prefix}/{self.rank}", signature)

@@ -34,7 +34,7 @@ from cupy_dma.masks.interval import IntervalMask
 
 
 class Received(NamedTuple):
-    """Of all ranks, in their order."""
+    """Rows and headers of all ranks, in rank order."""
 
     rows: Tensor  # int64 (W, B, Hkv, R, words)
     headers: Tensor  # int64 (W, B, HEADER)

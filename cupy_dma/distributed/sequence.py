@@ -99,7 +99,7 @@ def gather_sequence(x: Tensor, group: Any = None, *, dim: int = 1) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """Along the first axis."""
+    """Gather along the first axis."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, agreement: Agreement) -> Tensor:

@@ -128,7 +128,7 @@ def _begins(ids: Tensor) -> Tensor:
 def last_flagged(flags: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Indices of the set ``flags (B, H, n)``, at most ``count`` of them, the last ones, in order at the end of
     ``(B, H, count)``, and which slots are filled. Unfilled slots hold any index."""
-    through = flags.cumsum(2)  # set flags up to each
+    through = flags.cumsum(2)  # number of set flags up to each
     number = torch.arange(1, count + 1, device=flags.device) + (through[..., -1:] - count)  # 1 for the first flag
     index = torch.searchsorted(through, number.clamp(min=1)).clamp(max=flags.shape[2] - 1)
     return index, number > 0

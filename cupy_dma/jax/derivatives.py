@@ -29,7 +29,7 @@ Arrays = dict[str, Any]
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class _Wanted:
-    """The floats whose gradients are asked for."""
+    """The floats whose gradients are requested."""
 
     names: tuple[str, ...]
 

@@ -30,7 +30,7 @@ def window_of(window: Any, heads: int | None = None) -> Window:
 
 
 def clipped(window: Window, most: int) -> Window:
-    """At most ``most``."""
+    """The window, limited to ``most``."""
     return _as_one(tuple([min(size, most) for size in window])) if isinstance(window, tuple) else min(window, most)
 
 

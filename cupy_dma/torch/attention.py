@@ -108,7 +108,7 @@ def attend(call: AttentionCall | DynamicCall, module: ModuleType, backend: str |
 
 
 def results_of(call: AttentionCall, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """As the caller gets them."""
+    """Results in the caller's shape."""
     return (out, lse) if call.sequences is None else (out[0], lse[0])
 
 

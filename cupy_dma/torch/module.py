@@ -310,7 +310,7 @@ class DynamicMaskAttention(Layer):
     # ---- checks -----------------------------------------------------------------------------------------------------
 
     def _warn_of_no_gradient(self) -> None:
-        """Of ``dt_proj``, once."""
+        """Warn, once, that ``dt_proj`` gets no gradient."""
         if torch.compiler.is_compiling() or type(self.A) is not nn.Parameter or (
                 self.A.is_cuda and torch.cuda.is_current_stream_capturing()):
             return

@@ -81,7 +81,7 @@ def check_inputs(layer: Any, query: Any, key: Any, value: Any, packed: bool) -> 
 
 
 def check_rows(layer: Any, tensor: Any, name: str, packed: bool) -> None:
-    """The same of keys or values."""
+    """Likewise for key or value."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a torch tensor, got {type(tensor).__name__}")
     if tensor.ndim != 4 - packed or tensor.shape[-2:] != (layer.kv_heads, layer.head_dim):

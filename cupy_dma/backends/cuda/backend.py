@@ -84,7 +84,7 @@ class Backend:
         run_kernel(self.runtime, launch)
 
     def keeps_programs(self) -> bool:
-        """Whether calls reuse programs of earlier ones."""
+        """Whether calls reuse the programs of earlier calls."""
         return keeps_programs()
 
     def make_chain(self, call: Any, grad: bool, own_mask: bool = False) -> Chain | None:

@@ -40,7 +40,7 @@ def attention_backward(call: AttentionBackwardCall) -> tuple[Any, Any, Any, Any]
 
 
 class _Accumulators:
-    """The gradients while they are being summed."""
+    """Running sums of the gradients."""
 
     def __init__(self, call: AttentionBackwardCall):
         forward = call.forward

@@ -147,7 +147,7 @@ def _bytes(facts: ScheduleKey, keys: int) -> int:
 
 # ---- predicted times ------------------------------------------------------------------------------------------------
 def microseconds(facts: ScheduleKey, tile: HopperTile, work: Schedule, num_sms: int) -> float:
-    """Of a launch with all its tiles."""
+    """Predicted time of a launch with all its tiles."""
     time = _all_waves(facts, tile, work, num_sms)
     if facts.causal and work.num_splits > 1:
         time *= CAUSAL_SPLITS

@@ -122,7 +122,7 @@ def split(shape: tuple[int, int, int, int], value_dim: int, group: int, dtype: s
 
 def clusters_pay(tiles: int, slots: int, num_splits: int, split_size: int, num_sms: int) -> bool:
     """Whether a cluster for each of the ``tiles`` finishes before ``num_splits`` blocks with ``split_size`` slots each.
-    A cluster must fit into one group of SMs, so clusters cannot fill more than half of all SMs."""
+    A cluster must fit into one group of SMs, so clusters are not used for more than half of all SMs."""
     if num_splits == 1 or 2 * tiles * CLUSTER > num_sms:
         return False
     steps = blocks(cluster_split_size(slots), CLUSTER_WARPS * STEP)

@@ -136,7 +136,7 @@ class Request(NamedTuple):
 
 
 class Buffer(NamedTuple):
-    """A result of a program; without a shape, one of its arguments."""
+    """Memory that a program allocates; without a shape, memory that it is given."""
 
     shape: tuple[int, ...] | None
     dtype: str = ""
@@ -293,7 +293,7 @@ class Builder:
 
 
 def is_packed(x: Operand) -> bool:
-    """Whether it is in C order."""
+    """Whether the operand is in C order."""
     return all(size == 1 or stride == packed
                for size, stride, packed in zip(x.shape, x.strides, packed_strides(x.shape)))
 

@@ -274,7 +274,7 @@ def bias_bytes(rows: int, columns: int, element: str) -> int:
 
 
 def bias_pass_bytes(size: int, head_dim: int, block_m: int, block_n: int, element: str) -> int:
-    """sm80/backward_dbias.cu; ``element`` is the bias'."""
+    """sm80/backward_dbias.cu; ``element`` is the bias's."""
     return (2 * row_bytes(size, head_dim) * (block_m + block_n) + 4 * block_n * (2 + blocks(block_m, 32))
             + bias_bytes(block_m, block_n, element) // 2)
 
