@@ -81,30 +81,35 @@ def save(panels: Sequence[Panel], title: str, path: Path, across: int = 3) -> No
 
 
 def svgs(panels: Sequence[Panel]) -> list[str]:
-    """Each panel as an SVG element for a page: transparent, its lines and words in the colour of the page's text."""
+    """Each panel as an SVG element for a page."""
     plt = pyplot()
-    if plt is None:
-        return []
     found = []
-    for i, panel in enumerate(panels):
-        with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": f"{panel.title} {i}", "font.family": "sans-serif",
-                             "font.size": 11}):
+    for i, panel in enumerate(panels if plt is not None else ()):
+        with plt.rc_context({"font.size": 11}):
             figure = plt.figure(figsize=(WIDTH, panel.height), layout="constrained")
             panel.draw(ax := figure.subplots())
             ax.set_title(panel.title, fontsize=10)
             figure.set_figheight(panel.height + 0.22 * _legend(figure, 1))
-            buffer = io.StringIO()
-            figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+            found.append(svg(figure, f"{panel.title} {i}"))
             plt.close(figure)
-        svg = buffer.getvalue()
-        svg = svg[svg.index("<svg"):]
-        svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-        head = svg.partition(">")[0]
-        svg = re.sub(r' (width|height)="[^"]*"', "", head) + svg.removeprefix(head)
-        svg = svg.replace("#000000", "currentColor").replace("<text style=\"", "<text style=\"fill: currentColor; ")
-        svg = re.sub(r'(id="|url\(#|href="#)', rf"\g<1>c{zlib.crc32(f'{panel.title} {i}'.encode())}-", svg)
-        found.append(svg)
     return found
+
+
+def svg(figure: Any, name: str) -> str:
+    """An SVG element: transparent, black in the colour of the page's text, as wide as its column. ``name``: of its
+    own, since a page may hold several."""
+    import matplotlib
+
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "font.family": "sans-serif"}):
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    text = buffer.getvalue()
+    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg"):], flags=re.DOTALL)
+    head = text.partition(">")[0]
+    text = re.sub(r' (width|height)="[^"]*"', "", head) + text.removeprefix(head)
+    text = text.replace("#000000", "currentColor")
+    text = re.sub(r'<text style="(?![^"]*fill: )', '<text style="fill: currentColor; ', text)
+    return re.sub(r'(id="|url\(#|href="#)', rf"\g<1>c{zlib.crc32(name.encode())}-", text)
 
 
 def _legend(figure: Any, columns: int) -> int:

@@ -43,7 +43,9 @@ class Report(Marked):
         if result is None:
             return self.pending
         chart = f"results/{self.name}.png"
-        return f"[![{self.shows}]({chart})]({chart})\n\n{self.table(result)}\n\n{where(result)}"
+        summary = f"<summary>Chart, and all settings of {len(result['rows'])} models</summary>"
+        return (f'<details markdown="1">\n{summary}\n\n'
+                f"[![{self.shows}]({chart})]({chart})\n\n{self.table(result)}\n\n{where(result)}\n\n</details>")
 
     def recorded(self) -> dict[str, Any] | None:
         path = EVIDENCE / f"{self.name}.json"

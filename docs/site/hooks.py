@@ -1,7 +1,8 @@
 """What mkdocs cannot do by itself: pages and pictures that are made from the repository when the site is built.
 
-- CONTRIBUTING.md becomes a page; the newest charts in benchmarks/results become pictures of the pages that
-  show them;
+- CONTRIBUTING.md becomes a page;
+- a chart of benchmarks/results becomes one SVG element for each panel, in the colours of the page;
+- ``<!-- number -->`` is the speed that the landing page shows;
 - tables of results, between ``<!-- table:forward -->`` and its end, get room;
 - ``<!-- picture: name | what it shows -->`` in front of a Python block runs the block, which leaves a matplotlib Axes
   or Figure in ``ax``, and puts the picture behind it;
@@ -14,7 +15,9 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import io
+import json
 import posixpath
 import re
 import sys
@@ -26,21 +29,30 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the tree, installed or not
 
-from benchmarks.harness import folders  # noqa: E402
+from benchmarks.harness import (  # noqa: E402
+    charts,
+    folders,
+    render,
+    render_decode,
+    render_dense,
+    render_language,
+    render_mqar,
+    render_needle,
+    render_training,
+)
 
-CHARTS = ("forward_performance", "backward_performance", "dense_performance", "decode_performance", "training", "mqar",
-          "language_model", "needle")
+CHARTS = {"forward_performance": render.FORWARD, "backward_performance": render.BACKWARD,
+          "dense_performance": render_dense.DENSE, "decode_performance": render_decode.DECODE,
+          "training": render_training, "mqar": render_mqar.REPORT, "language_model": render_language.REPORT,
+          "needle": render_needle.REPORT}
+CHART = re.compile(r"\[!\[([^\]]*)\]\(results/(\w+)\.png\)\]\(results/\2\.png\)")
+INTERVALS = re.compile(r"!\[([^\]]*)\]\(assets/readme-intervals\.png\)")
 PICTURE = re.compile(r"<!-- picture: (\S+) \| (.*?) -->\n(```python\n(.*?)```\n)", re.DOTALL)
 SHIM = "https://unpkg.com/iframe-worker/shim"  # of the theme's plugin `offline`
 
 
 def on_files(files: Files, config: Any) -> Files:
     files.append(File.generated(config, "contributing.md", content=(ROOT / "CONTRIBUTING.md").read_text()))
-    for name in CHARTS:
-        result = folders.recorded(f"{name}.json")
-        if result is not None:  # else no page shows it
-            chart = str(result.with_suffix(".png"))
-            files.append(File.generated(config, f"results/{name}.png", abs_src_path=chart))
     gallery = (ROOT / "docs" / "gallery.md").read_text()
     for name, content in pictures(gallery):
         files.append(File.generated(config, f"pictures/{name}.png", content=content))
@@ -67,16 +79,52 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     markdown = PICTURE.sub(lambda m: f"{m[3]}\n![{m[2]}](pictures/{m[1]}.png){{ loading=lazy }}\n", markdown)
     markdown = re.sub(r"<!-- table:(\w+) -->\n(.*?)\n<!-- /table:\1 -->",
                       r'<div class="results" markdown="1">\n\n\2\n\n</div>', markdown, flags=re.DOTALL)
+    markdown = CHART.sub(r'<div class="charts" data-chart="\2" role="img" aria-label="\1"></div>', markdown)
+    if source == "index.md":
+        markdown = INTERVALS.sub(r'<div class="charts" data-chart="intervals" role="img" aria-label="\1"></div>',
+                                 markdown.replace("<!-- number -->", number()))
     markdown = re.sub(r"<!-- command: (\S+) -->", lambda m: usage(m[1]), markdown)
     markdown = re.sub(r'```\{ \.(\w+) \.excerpt file="([^"]+)"(?: part="([^"]+)")? \}\n```',
                       lambda m: excerpt(m[1], m[2], m[3]), markdown)
     return re.sub(r"\[([^\]\n]*)\]\(([^)\s]+)\)", lambda m: link(m, source, files), markdown)
 
 
+def chart(name: str) -> str:
+    """The pictures of the newest results of this name, with the machine and the date."""
+    if name == "intervals":
+        return charts.svg(pictures_of_readme().intervals((5.2, 3.6), notes=False), name)
+    path = folders.recorded(f"{name}.json")
+    assert path is not None, f"a page shows the chart of {name}, which is not recorded"
+    result, report = json.loads(path.read_text()), CHARTS[name]
+    shown = "".join(f"<figure>{svg}</figure>" for svg in charts.svgs(report.panels(result)))
+    machine = f"{result['device']}, {result['date'][:10]}" if "device" in result else ""
+    return f"{shown}<figcaption>{machine}</figcaption>" if machine else shown
+
+
+def pictures_of_readme() -> Any:
+    spec = importlib.util.spec_from_file_location("readme_pictures", ROOT / "docs" / "site" / "readme_pictures.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def number() -> str:
+    """How much faster a training step's attention is than a dense one, of the newest results."""
+    result = folders.read("backward_performance.json")
+    case = next(case for case in result["cases"] if case["name"] == "model H16/8 D128 N131072 w2048")
+    ours, dense = (render.value(case, who, "forward+backward") for who in ("cupy_dma", "cudnn"))
+    assert ours and dense
+    gpu = result["device"].removeprefix("NVIDIA ")
+    return (f'<p class="number"><strong>{render.times(dense / ours)}</strong> as fast as dense attention by cuDNN, '
+            f"forward and backward, for 128K tokens with a window of 2048, on one {gpu} ({result['date'][:10]})</p>")
+
+
 def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
     """Types in docstrings are text with marks for code, which is what they are set in anyway; and a type that says all
     needs no dash behind it."""
     html = re.sub(r"<code>[^<]*``[^<]*</code>", lambda m: m[0].replace("``", ""), html)
+    html = re.sub(r'(<div [^>]*data-chart="(\w+)"[^>]*>)</div>', lambda m: f"{m[1]}{chart(m[2])}</div>", html)
     return re.sub(r"\s*–\s*<div class=\"doc-md-description\">\s*</div>", "", html)
 
 

@@ -28,13 +28,15 @@ PANELS = (("forward: scores, selection and attention", "forward", "total", "atte
           ("forward and backward", "backward", "forward+backward", "forward+backward"))
 
 
-def intervals() -> Figure:
+def intervals(size: tuple[float, float] = (9, 4), notes: bool = True) -> Figure:
     """Keys as bars from start to stop, and one query that crosses those that it sees."""
     scores = np.random.default_rng(5).standard_normal((1, 1, KEYS), np.float32)
     mask = dma.IntervalMask.top_w(scores, WINDOW)
-    figure = Figure(figsize=(9, 4), layout="constrained")
+    figure = Figure(figsize=size, layout="constrained")
     ax = mask.plot_lifetimes(scores, ax=figure.subplots())
     ax.axvline(QUERY + 0.5, color="tab:red", linewidth=1.2)
+    if not notes:
+        return figure
     seen = int(mask.to_dense(KEYS)[0, 0, QUERY].sum())
     ax.annotate(f"query {QUERY} sees the {seen} keys\nwhose bars it crosses", (QUERY + 0.5, 1), (QUERY + 1.2, 19),
                 color="tab:red", fontsize=9)

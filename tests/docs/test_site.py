@@ -121,6 +121,9 @@ def test_powers_in_docstrings_are_not_bold(site):
 def test_tables_and_pictures_are_made(site):
     performance = (site / "performance.html").read_text()
     assert performance.count("<table>") >= 4 and "<!-- table" not in performance
+    assert performance.count("<svg xmlns:xlink") > 20 and not re.search(r'src="results/', performance)
+    home = (site / "index.html").read_text()
+    assert home.count("<svg xmlns:xlink") == 1 and re.search(r'class="number"><strong>\d+×', home)
     gallery = (ROOT / "docs" / "gallery.md").read_text()
     names = re.findall(r"<!-- picture: (\S+) \|", gallery)
     assert len(names) == gallery.count("```python") - 1 >= 7

@@ -320,10 +320,16 @@ FEATURES = tuple(_features())
 def page() -> str:
     """docs/features.md."""
     lines = ["# What runs where", "",
-             "A tick is a test that compares this function, backend and direction with the float64 oracle or the exact",
-             "selection, or with a backend or function that another test compares with them; the list below names it.",
-             "Every other cell says why there is none. This page is written by `python -m tests.project.features` from",
-             "`tests/project/features.py`, and `tests/project/test_features.py` checks it."]
+             "How many of the functions, forward and backward, are tested on each backend. A tick below is a test that",
+             "compares with the float64 oracle or the exact selection, or with a backend or function that another test",
+             "compares with them. Every other cell says why there is none. This page is written by",
+             "`python -m tests.project.features` from `tests/project/features.py`.", "",
+             "| | " + " | ".join(BACKENDS) + " |", "|---|" + "--:|" * len(BACKENDS)]
+    groups = list(dict.fromkeys(feature.group for feature in FEATURES))
+    for group in groups:
+        rows = [feature.cells for feature in FEATURES if feature.group == group]
+        tested = (f"{sum(map(is_test, column))} of {len(rows)}" for column in zip(*rows))
+        lines.append(f"| {group} | {' | '.join(tested)} |")
     reasons: list[str] = []
 
     def shown(cell: str) -> str:
@@ -333,27 +339,28 @@ def page() -> str:
             reasons.append(cell)
         return f"– ({reasons.index(cell) + 1})"
 
-    group = None
-    for feature in FEATURES:
-        if feature.group != group:
-            group = feature.group
-            lines += ["", f"## {group}", "", "| | | " + " | ".join(BACKENDS) + " |",
-                      "|---|---|" + ":-:|" * len(BACKENDS)]
-        lines.append(f"| {feature.name} | {feature.direction} | " + " | ".join(map(shown, feature.cells)) + " |")
-    lines += ["", "## Why not", "", *(f"{number}. {reason}" for number, reason in enumerate(reasons, 1)), "",
-              "## The tests", "",
-              "Tests in `tests/gpu` need a GPU, those of `test_sm90.py` a Hopper GPU; `tests/emulator/tests` runs the",
-              "same kernels on the CPU ([emulator.md](emulator.md)). Tests of `triton` run on a GPU, and a part of "
-              "them",
-              "on the CPU, in Triton's interpreter (`test_in_the_interpreter`). Those of the drop-in and of the cache",
-              "on `numpy` and `cuda` are mostly the same, run with the arrays of every library.",
-              "`tests/gpu_results.json` records the last run on a GPU.", ""]
+    for group in groups:
+        lines += _folded(group, ["| | | " + " | ".join(BACKENDS) + " |", "|---|---|" + ":-:|" * len(BACKENDS), *(
+            f"| {feature.name} | {feature.direction} | " + " | ".join(map(shown, feature.cells)) + " |"
+            for feature in FEATURES if feature.group == group)])
+    lines += _folded("Why not", [f"{number}. {reason}" for number, reason in enumerate(reasons, 1)])
+    tests = [
+        "Tests in `tests/gpu` need a GPU, those of `test_sm90.py` a Hopper GPU; `tests/emulator/tests` runs the same",
+        "kernels on the CPU ([emulator.md](emulator.md)). Tests of `triton` run on a GPU, and some of them on the CPU,",
+        "in Triton's interpreter (`test_in_the_interpreter`). Those of the drop-in and of the cache on `numpy` and",
+        "`cuda` are mostly the same, run with the arrays of every library. `tests/gpu_results.json` records the last",
+        "run on a GPU.", ""]
     for feature in FEATURES:
         for backend, cell in zip(BACKENDS, feature.cells):
             if is_test(cell):
                 names = ", ".join(f"`{name}{']' if '[' in name else ''}`" for name in map(full_name, cell.split()))
-                lines.append(f"- {feature.group}, {feature.name}, {feature.direction}, {backend}: {names}")
-    return "\n".join(lines) + "\n"
+                tests.append(f"- {feature.group}, {feature.name}, {feature.direction}, {backend}: {names}")
+    return "\n".join(lines + _folded("The tests", tests)) + "\n"
+
+
+def _folded(title: str, lines: list[str]) -> list[str]:
+    """A part of the page to unfold, on the site and where Markdown is shown as it is."""
+    return ["", '<details markdown="1">', f"<summary>{title}</summary>", "", *lines, "", "</details>"]
 
 
 def full_name(name: str) -> str:
