@@ -216,6 +216,24 @@ __device__ __forceinline__ void produce(Shared& shared, const BackwardDqStoredPa
 }
 
 // ---- a consumer: two units of 64 rows ----
+constexpr int PIECE_GROUPS = (2 * OUT_FRAGMENTS + 3) / 4;  // of four pieces of 16 bytes each in a row
+
+// Four lanes have a word each of four pieces of a row; afterwards lane j has the four words of piece j.
+__device__ __forceinline__ void gather_piece(unsigned (&x)[4]) {
+    const int lane = threadIdx.x & 3;
+#pragma unroll
+    for (int distance = 2; distance > 0; distance /= 2) {
+        const bool upper = (lane & distance) != 0;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if ((i & distance) != 0) continue;
+            const unsigned found = __shfl_xor_sync(ALL_LANES, upper ? x[i] : x[i + distance], distance);
+            if (upper) x[i] = found;
+            else x[i + distance] = found;
+        }
+    }
+}
+
 struct Consumer {
     Shared& shared;
     const BackwardDqStoredParams& launch;
@@ -257,12 +275,25 @@ struct Consumer {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const int query = begin + query_of_column(first_row + 8 * r);
+                unsigned words[PIECE_GROUPS][4] = {};
+#pragma unroll
+                for (int d = 0; d < 2 * OUT_FRAGMENTS; ++d) {
+                    const float* pair = dq[i][d / 2].x + d % 2 * 4 + 2 * r;
+                    words[d / 4][d % 4] = pack_pair(pair[0] * p.scale, pair[1] * p.scale);
+                }
+#pragma unroll
+                for (int g = 0; g < PIECE_GROUPS; ++g) gather_piece(words[g]);
                 if (query >= t.end_query) continue;
                 const bool sees = p.lse[((long long)t.batch * p.heads + head) * p.query_length + query] != -infinity();
                 ELEMENT* result = p.dquery + (((long long)t.batch * p.query_length + query) * p.heads + head) * HEAD_DIM;
-                for_each_pair(dq[i], r, p.scale, [&](int column, float low, float high) {
-                    *reinterpret_cast<unsigned*>(result + column) = sees ? pack_pair(low, high) : 0u;
-                });
+#pragma unroll
+                for (int g = 0; g < PIECE_GROUPS; ++g) {
+                    const int column = (4 * g + (lane & 3)) * 8;
+                    const unsigned(&x)[4] = words[g];
+                    if (column < HEAD_DIM)
+                        *reinterpret_cast<uint4*>(result + column) =
+                            sees ? make_uint4(x[0], x[1], x[2], x[3]) : make_uint4(0, 0, 0, 0);
+                }
             }
         }
     }
