@@ -18,8 +18,8 @@ def entries(text: str) -> list[str]:
 def test_a_training_step():
     text = dma.explain(TRAINING)
     assert entries(text) == ["local_top", "filter_arrivals", "sweep_arrivals", "count_seen", "compact_seen",
-                             "tile_lists", "attention_forward", "super_lists", "tile_lists", "backward_dq",
-                             "backward_dkv", "backward_reduce", "add_rows"]
+                             "tile_lists", "attention_forward", "super_lists", "backward_preprocess", "backward_dkv",
+                             "backward_dq_stored", "backward_reduce", "add_rows"]
     assert "sm90/forward.cu" in text and "block_m=192 block_n=64" in text and text.count("bytes besides") == 2
 
 

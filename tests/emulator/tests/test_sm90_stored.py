@@ -61,7 +61,7 @@ def test_gradients(options, launched):
     check(found, **options)
     assert launched.called
     launched.reset_mock()
-    with stored(None):
+    with stored(False):
         expected = gradients("emulator", **options)
     assert not launched.called
     for ours, other in zip(found, expected):

@@ -126,8 +126,8 @@ def _passes(build: Builder, call: AttentionBackwardCall, problem: Problem) -> _P
     if any(wanted) and parts.count == 1 and problem.mask is not None and packed is None and not problem.by_head:
         order = key_order(build, problem.mask, own.query_length, problem.causal, own.sequences)
     stored = None
-    if hopper_keys and not one_pass and build.overrides.stored and build.takes(
-            sm90_stored.NAME, sm90_stored.reasons(call, problem, supers)):
+    if hopper_keys and not one_pass and build.overrides.stored is not False and build.takes(
+            sm90_stored.NAME, sm90_stored.reasons(call, problem, supers, bool(build.overrides.stored))):
         stored = sm90_stored.chunks_of(call, supers)
     queries_first = hopper_query and not one_pass and stored is None and own.head_dim <= sm90_backward.MAX_NARROW_DIM
     return _Passes(wanted, dense_bias, vector, hopper_keys, hopper_query, one_pass, queries_first, supers, dense,

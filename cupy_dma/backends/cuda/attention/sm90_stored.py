@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from cupy_dma.calls.types import AttentionBackwardCall
 
 NAME = "stored dS"
-MAX_STORED = 2 << 30  # bytes of dS at a time
+MAX_STORED = 4 << 30  # bytes of dS at a time
+MIN_HEAD_DIM = 65  # up to 64 the query pass is faster: its products cost less than reading dS
 STEP_QUERIES, TILE_KEYS = 64, 128  # of a step of the key pass
 STEP_BYTES = 2 * STEP_QUERIES * TILE_KEYS
 ROW_UNITS = 4  # of a tile of backward_dq_stored.cu: steps of queries times heads
@@ -67,11 +68,13 @@ class Chunks:
         return blocks(self.count, self.size)
 
 
-def reasons(call: AttentionBackwardCall, problem: Problem, supers: SuperLists | None) -> list[str]:
-    """Why dS is not stored for a call whose key pass is the Hopper kernel, in two passes."""
+def reasons(call: AttentionBackwardCall, problem: Problem, supers: SuperLists | None, wanted: bool) -> list[str]:
+    """Why dS is not stored for a call whose key pass is the Hopper kernel, in two passes. ``wanted``: even if that is
+    slower."""
     own = call.forward
     against = {
-        f"a head dim above {MAX_NARROW_DIM}": own.head_dim > MAX_NARROW_DIM, "packed sequences": problem.count > 0,
+        f"a head dim above {MAX_NARROW_DIM}": own.head_dim > MAX_NARROW_DIM,
+        f"a head dim below {MIN_HEAD_DIM}": own.head_dim < MIN_HEAD_DIM and not wanted, "packed sequences": problem.count > 0,
         "a dense mask": problem.bits, "no lists of super-tiles": supers is None,
         "no gradient of the queries": "query" not in call.needs}
     found = [reason for reason, holds in against.items() if holds]

@@ -25,8 +25,8 @@ class Overrides:
     one_pass : bool or None
         Whether the Hopper backward is one pass if it need not be deterministic.
     stored : bool or None
-        True: in two passes of the Hopper backward over key lists, the key pass stores dS, from which the query pass
-        makes its gradient (up to 2 GiB of workspace).
+        Whether in two passes of the Hopper backward over key lists the key pass stores dS, from which the query pass
+        makes its gradient (up to 4 GiB of workspace).
     parts
         Of the tiles of keys in the Hopper backward.
     counted : bool or None
