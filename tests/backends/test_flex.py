@@ -1,8 +1,6 @@
 """The flex backend on the CPU: the grid forward and backward, isolation of non-finite values, blocks, the path of
 compiled kernels (traced, without its compiler), and the torch operations for scores and selection. On a GPU:
 tests/gpu/test_flex.py."""
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

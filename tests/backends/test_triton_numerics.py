@@ -1,7 +1,5 @@
 """Biases as low as their type has them, on the Triton backend: only a row that sees nothing has out = 0, lse = -inf.
 Run as tests/backends/test_triton.py is, which starts this file in the interpreter, too."""
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 import pytest

@@ -1,6 +1,4 @@
 """``python -m cupy_dma demo --ranks``: it runs, and its check can fail."""
-from __future__ import annotations
-
 from argparse import Namespace
 
 import pytest

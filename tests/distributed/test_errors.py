@@ -1,6 +1,4 @@
 """Ranks that do not make the same call: an error on every rank that names the rank and the argument, and no hang."""
-from __future__ import annotations
-
 import time
 
 import pytest

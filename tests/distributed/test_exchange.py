@@ -1,6 +1,4 @@
 """Parts of the exchange without a process group."""
-from __future__ import annotations
-
 import pytest
 
 torch = pytest.importorskip("torch")

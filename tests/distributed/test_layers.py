@@ -1,6 +1,4 @@
 """Layers and models over gloo ranks against one process: losses, gradients of parameters, wrappers, decoding."""
-from __future__ import annotations
-
 import pytest
 
 torch = pytest.importorskip("torch")

@@ -1,6 +1,4 @@
 """Shards of a batch, positions, losses and decode caches over gloo ranks, against one process."""
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Every function of the drop-in on every backend, forward and backward, against the NumPy backend in float64 (which the
 other tests in this folder compare with the oracle)."""
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The drop-in's functions for fixed lengths: against the oracle, with every name of every argument, on every backend.
 """
-from __future__ import annotations
-
 import inspect
 import subprocess
 import sys

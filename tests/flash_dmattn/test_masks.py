@@ -1,6 +1,4 @@
 """utils.mask and utils.padding against a few lines of Python; the first generation's functions against the oracle."""
-from __future__ import annotations
-
 import math
 
 import numpy as np

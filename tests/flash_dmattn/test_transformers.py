@@ -1,6 +1,4 @@
 """The attention function for transformers models, against the oracle with the equivalent mask."""
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

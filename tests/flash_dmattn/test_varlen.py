@@ -1,6 +1,4 @@
 """The drop-in's varlen functions: every shape of mask and bias against the oracle of each sequence."""
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

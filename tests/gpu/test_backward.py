@@ -1,7 +1,5 @@
 """The gradients of the CUDA backend on a GPU: the grid against the oracle, long sequences against float64 autograd, the
 same bits every time, and what must not reach them. Everything here is marked ``gpu``."""
-from __future__ import annotations
-
 import pytest
 
 import cupy_dma as dma

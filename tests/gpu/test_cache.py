@@ -1,7 +1,5 @@
 """The decode cache on a GPU: what a service relies on. Results for every option are in test_cache.py, which runs there
 for CuPy and torch too."""
-from __future__ import annotations
-
 import bisect
 import contextlib
 import functools

@@ -1,8 +1,6 @@
 """Decoding on a GPU, at sizes that fill it: the cache's step and few queries against a long history, against float64
 mathematics on the GPU; CUDA graphs; equal bits. Everything here is marked ``gpu``. Small odd shapes: test_cache.py and
 test_emulator_decode.py."""
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,6 +1,4 @@
 """``cupy_dma.distributed`` over NCCL, a GPU for each rank: selection, outputs, gradients, no waiting, CUDA graphs."""
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

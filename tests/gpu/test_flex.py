@@ -1,6 +1,4 @@
 """The flex backend on a GPU: compiled FlexAttention on some of the grid (each case compiles for some seconds)."""
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

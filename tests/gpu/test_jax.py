@@ -1,7 +1,5 @@
 """jax on a GPU: the same answers from the CUDA kernels, eager, jitted and in command buffers; streams and memory.
 Everything here is marked ``gpu``, and skipped where jax sees no GPU."""
-from __future__ import annotations
-
 import functools
 import os
 import subprocess

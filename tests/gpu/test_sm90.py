@@ -1,8 +1,6 @@
 """The Hopper forward (kernels/sm90) on a GPU that has it: the same grid as the portable kernels, whether it pays or
 not, and that no run differs from another. Some of it
 also runs on the emulator, from tests/emulator/tests/test_sm90.py with a ``device`` and lengths of its own."""
-from __future__ import annotations
-
 import itertools
 from contextlib import ExitStack
 

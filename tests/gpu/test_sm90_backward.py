@@ -1,8 +1,6 @@
 """The Hopper gradients (kernels/sm90/backward_*.cu) on a GPU that has them, in two passes and in one: the grids, beside
 the portable kernels' on long calls, and the same bits on every run, also on few SMs beside other work. Everything here
 is marked ``gpu``."""
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest

@@ -1,6 +1,4 @@
 """Models of transformers on a GPU: against eager attention, generation, and a step as a CUDA graph."""
-from __future__ import annotations
-
 import gc
 
 import pytest

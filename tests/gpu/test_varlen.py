@@ -1,7 +1,5 @@
 """Packed sequences and pages on a GPU: the grid against the oracle, long sequences against calls of their own, and that
 nothing waits for the device. Everything here is marked ``gpu``."""
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

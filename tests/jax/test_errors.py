@@ -1,6 +1,4 @@
 """What is wrong is said when a function is traced, before anything runs; what only values tell, when it runs."""
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

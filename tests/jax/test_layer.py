@@ -1,6 +1,4 @@
 """The layer of flax.nnx: the function with its parameters, in training, and as torch's."""
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Programs that are built when a function is traced, run on the emulator and through the buffers of a GPU that is not
 there."""
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

@@ -1,6 +1,4 @@
 """``checkpoint``, ``vmap``, ``scan``, ``shard_map``, donated buffers, and derivatives that are not there."""
-from __future__ import annotations
-
 import functools
 
 import numpy as np

@@ -1,6 +1,4 @@
 """A window per kv head in JAX: that of the functions for other arrays, eager and jitted, with gradients."""
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

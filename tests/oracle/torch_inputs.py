@@ -1,6 +1,4 @@
 """What the torch tests share: small inputs, and a fixture that every test of a module gets which imports it."""
-from __future__ import annotations
-
 import pytest
 import torch
 

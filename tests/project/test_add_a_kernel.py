@@ -1,6 +1,4 @@
 """examples/add_a_kernel, the kernel of docs/add-a-kernel.md: its results, its faults and its machine code."""
-from __future__ import annotations
-
 import importlib
 import re
 from pathlib import Path

@@ -1,6 +1,4 @@
 """``python -m cupy_dma bench`` on the CPU: its table, its check, and what it says where something is missing."""
-from __future__ import annotations
-
 import re
 import sys
 from types import SimpleNamespace

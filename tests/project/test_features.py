@@ -1,6 +1,4 @@
 """docs/features.md is the table of tests/project/features.py; every test named there exists and runs what it says."""
-from __future__ import annotations
-
 from importlib import import_module
 
 import pytest

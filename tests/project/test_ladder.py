@@ -1,6 +1,4 @@
 """examples/ladder: each step gives what the step before gives, and what the library gives; none is idle."""
-from __future__ import annotations
-
 import importlib
 import subprocess
 import sys

@@ -1,6 +1,4 @@
 """Kernels compiled ahead for the GPU tests."""
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,6 +1,4 @@
 """The example and the page on retrofit."""
-from __future__ import annotations
-
 import re
 
 import pytest

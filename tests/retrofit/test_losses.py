@@ -1,6 +1,4 @@
 """The losses of a retrofit against plain formulas, values and gradients."""
-from __future__ import annotations
-
 import pytest
 
 torch = pytest.importorskip("torch")

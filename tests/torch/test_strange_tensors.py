@@ -1,6 +1,4 @@
 """torch tensors that are more than numbers in memory: the right result, or an error that says what to do instead."""
-from __future__ import annotations
-
 import pytest
 
 import cupy_dma as dma

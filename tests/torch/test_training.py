@@ -1,6 +1,4 @@
 """Training with the layers: checkpoints that keep the selection, several processes, torch.func, docs/training.md."""
-from __future__ import annotations
-
 import copy
 import gc
 import sys

@@ -1,6 +1,4 @@
 """Every causal language model of transformers works as docs/transformers.md says, or is refused as it says."""
-from __future__ import annotations
-
 import ast
 import inspect
 import re

@@ -1,6 +1,4 @@
 """The examples and the page of the docs on transformers run, and notice what they are there to notice."""
-from __future__ import annotations
-
 import re
 
 import pytest

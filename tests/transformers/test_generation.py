@@ -123,15 +123,10 @@ def test_memory_does_not_grow():
     assert sizes[0] == sizes[1] < 2 * rows * (2 * 16 * 4 + 32)  # two layers; key and value, and what is noted of a key
 
 
-def test_some_layers_have_dynamic_masks():
-    model = dynamic("llama", layers=[1])
-    found, cache = generated(model, prompt("left"), **GREEDY)
-    assert [isinstance(layer, DynamicMaskLayer) for layer in cache.layers] == [False, True]
-    assert torch.equal(found, model.generate(**prompt("left"), **GREEDY, **full_cache(model)))
-
-
-def test_next_to_layers_with_sliding_windows():
-    model = dynamic("gemma2")
+@pytest.mark.parametrize(("name", "options"), [("llama", {"layers": [1]}), ("gemma2", {})], ids=str)
+def test_some_layers_have_dynamic_masks(name, options):
+    """Those that were named, or those without a sliding window."""
+    model = dynamic(name, **options)
     found, cache = generated(model, prompt("left"), **GREEDY)
     assert [isinstance(layer, DynamicMaskLayer) for layer in cache.layers] == [False, True]
     assert torch.equal(found, model.generate(**prompt("left"), **GREEDY, **full_cache(model)))

@@ -1,6 +1,4 @@
 """What a mask function says, what a layer without a mask sees, and learned sinks."""
-from __future__ import annotations
-
 import copy
 from types import SimpleNamespace
 

@@ -1,6 +1,4 @@
 """Arguments in the forms in which users have them: 0/1 padding, lists, strided scores, the type of an array."""
-from __future__ import annotations
-
 import copy
 import pickle
 from types import SimpleNamespace

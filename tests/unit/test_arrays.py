@@ -1,6 +1,4 @@
 """Results come from the library of the arguments; strides, types, and corner cases of the libraries."""
-from __future__ import annotations
-
 import subprocess
 import sys
 from types import SimpleNamespace

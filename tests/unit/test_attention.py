@@ -1,6 +1,4 @@
 """Attention on the CPU: the forward grid against the oracle, isolation of non-finite values, memory and work."""
-from __future__ import annotations
-
 import tracemalloc
 
 import numpy as np

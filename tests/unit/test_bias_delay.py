@@ -1,6 +1,4 @@
 """A delayed key bias (SPEC section 16) on the NumPy backend."""
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,6 +1,4 @@
 """The decode cache against the oracle on the full history (SPEC section 7), and its contract with callers."""
-from __future__ import annotations
-
 import bisect
 from dataclasses import replace
 from importlib import import_module

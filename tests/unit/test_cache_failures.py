@@ -1,6 +1,4 @@
 """A call that runs out of memory, at whichever allocation, leaves a cache unchanged, and succeeds when called again."""
-from __future__ import annotations
-
 import itertools
 from contextlib import contextmanager
 

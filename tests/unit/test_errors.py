@@ -1,7 +1,5 @@
 """Bad input raises before anything is computed: every message names the argument, what was given and what is allowed.
 """
-from __future__ import annotations
-
 import re
 
 import numpy as np

@@ -1,6 +1,4 @@
 """``layout="bhnd"``: the axes in the order of torch's SDPA; and what is said where it was forgotten."""
-from __future__ import annotations
-
 import warnings
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Kernels that share a function of the driver, and cubins that are cleared while they are loaded. CuPy and the compiler
 are stand-ins: like CuPy's, modules are memoized by path and device, and like the driver's, functions have limits."""
-from __future__ import annotations
-
 import sys
 import threading
 import time

@@ -1,6 +1,4 @@
 """Pictures: that they show what the dense mask and the dense formula say, and what they say of bad arguments."""
-from __future__ import annotations
-
 import builtins
 from itertools import pairwise
 

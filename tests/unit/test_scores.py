@@ -1,6 +1,4 @@
 """Key scores against the oracle: types, forms, strides, extreme states."""
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,6 +1,4 @@
 """The selection is exact: its integers equal those of the definition and of a heap, for every kind of score."""
-from __future__ import annotations
-
 import heapq
 import itertools
 

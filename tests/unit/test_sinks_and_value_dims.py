@@ -1,7 +1,5 @@
 """Sink logits, and values of another head dim than keys: every function against the definition, and errors. The grids
 (``tests/oracle/cases.py``) have them for ``attention`` on every backend."""
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

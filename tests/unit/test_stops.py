@@ -1,6 +1,4 @@
 """What a cache says that it has evicted: attention over the whole text under these stops is what its calls computed."""
-from __future__ import annotations
-
 import pickle
 from dataclasses import replace
 

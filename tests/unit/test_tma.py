@@ -1,6 +1,4 @@
 """TMA descriptors, with a driver that only answers."""
-from __future__ import annotations
-
 import ctypes
 from types import SimpleNamespace
 from unittest import mock

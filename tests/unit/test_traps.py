@@ -1,6 +1,4 @@
 """What looks like a way to combine masks, or to pass one, and would silently do something else."""
-from __future__ import annotations
-
 import operator
 import traceback
 

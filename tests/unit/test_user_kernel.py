@@ -1,6 +1,4 @@
 """cupy_dma.jit: kernels of the user's own, on the emulator and on a GPU, and what is said of wrong ones."""
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

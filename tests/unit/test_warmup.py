@@ -1,6 +1,4 @@
 """Kernels compiled ahead: those that calls ask for, whatever the head dim, the group and the architecture."""
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,6 +1,4 @@
 """A window per kv head: the same as a call per head with its own (SPEC section 17)."""
-from __future__ import annotations
-
 import pickle
 
 import numpy as np

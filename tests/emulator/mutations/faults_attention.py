@@ -1,6 +1,4 @@
 """Faults in the portable attention kernels: kernels/sm80, and what they share with others in kernels/common."""
-from __future__ import annotations
-
 from tests.emulator.mutations import Fault
 
 FAULTS = [

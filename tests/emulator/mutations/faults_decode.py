@@ -1,6 +1,4 @@
 """Faults in decoding: kernels/decode."""
-from __future__ import annotations
-
 from tests.emulator.mutations import Fault
 
 FAULTS = [

@@ -1,6 +1,4 @@
 """Faults in key lists: kernels/lists, kernels/common/varlen.cuh."""
-from __future__ import annotations
-
 from tests.emulator.mutations import Fault
 
 ORDER = "test_the_order_is_that_of_numpy"

@@ -1,6 +1,4 @@
 """Faults in key scores and selection: kernels/select."""
-from __future__ import annotations
-
 from tests.emulator.mutations import Fault
 
 COUNTED, SLIDING = "test_selection[counted]", "test_selection_of_equal_scores[1030]"

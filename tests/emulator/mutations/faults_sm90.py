@@ -1,6 +1,4 @@
 """Faults in the Hopper forward: kernels/sm90."""
-from __future__ import annotations
-
 from tests.emulator.mutations import Fault
 
 FAULTS = [

@@ -1,6 +1,4 @@
 """Faults in the Hopper gradients: kernels/sm90/backward_*."""
-from __future__ import annotations
-
 from tests.emulator.mutations import Fault
 
 KERNEL, TILES = "sm90/backward_dkv.cu", "sm90/backward_dkv_tiles.cuh"

@@ -1,6 +1,4 @@
 """Faults in the Hopper query gradient from stored dS: kernels/sm90/backward_dq_stored.cu, and the key pass."""
-from __future__ import annotations
-
 from tests.emulator.mutations import Fault
 
 STORED, NARROW, PRODUCER = "sm90/stored_ds.cuh", "sm90/backward_dkv_narrow.cuh", "sm90/backward_dkv_producer.cuh"

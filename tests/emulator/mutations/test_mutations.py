@@ -2,8 +2,6 @@
 
 The summary at the end of a run prints what each was caught by: a report of the emulator, or a wrong result.
 """
-from __future__ import annotations
-
 import contextlib
 import io
 

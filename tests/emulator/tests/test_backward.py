@@ -1,6 +1,4 @@
 """The gradients on the CPU emulator: attention and key scores against the oracle, on small odd shapes."""
-from __future__ import annotations
-
 import functools
 import math
 

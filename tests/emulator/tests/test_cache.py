@@ -1,6 +1,4 @@
 """The cuda backend's way of taking many tokens at once, on the CPU emulator."""
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -3,8 +3,6 @@
 The emulator watches every access (tests/emulator), so these tests fail for a race or a read out of bounds even where
 the numbers come out right. ``CUPY_DMA_EMULATOR_BUILD`` chooses another build (``make test-sanitize``: ``address``).
 """
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

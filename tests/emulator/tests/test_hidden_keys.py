@@ -1,6 +1,4 @@
 """Keys that a bias of -inf hides, on all kernels (``tests/oracle/hidden_keys.py``)."""
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """``DynamicMaskAttention`` on the CUDA kernels, on the CPU emulator: its masks with sinks and recent keys, padded and
 packed, and decoding."""
-from __future__ import annotations
-
 import pytest
 
 torch = pytest.importorskip("torch")

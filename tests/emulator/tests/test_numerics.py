@@ -1,7 +1,5 @@
 """Numbers at the ends of their range, on the CPU emulator and by section 12 of the specification: biases as low as
 their type has them, softcaps of any size, and NaN where no query looks."""
-from __future__ import annotations
-
 import contextlib
 
 import ml_dtypes

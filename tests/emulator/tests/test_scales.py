@@ -1,6 +1,4 @@
 """Scales of zero, of any sign and of the smallest numbers, with softcaps of all sizes, on all kernels."""
-from __future__ import annotations
-
 import contextlib
 
 import numpy as np

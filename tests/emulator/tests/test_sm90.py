@@ -1,7 +1,5 @@
 """The Hopper forward (kernels/sm90) on the CPU emulator: the grid, what tests/gpu/test_sm90.py tests on a GPU, and
 orders of threads and blocks. The emulator has twins of Hopper's instructions, and watches every access."""
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

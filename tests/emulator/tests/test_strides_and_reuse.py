@@ -1,7 +1,5 @@
 """Query, key and value with strides of their own, edges of tiles and chunks, and masks that several calls share, on the
 CPU emulator: inputs on which small faults of the kernels and their launchers show."""
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Values of another head dim than keys, on the CUDA kernels: those of few queries take them as they are, repeated
 calls have no chain, and the grid has the rest."""
-from __future__ import annotations
-
 from unittest import mock
 
 import numpy as np
