@@ -1,6 +1,7 @@
 """The benchmarks: ``python -m benchmarks ROUTINE``.
 
-A routine is a module of benchmarks/routines, and its docstring is its method; the first line stands in this list.
+A routine is a module of benchmarks/routines, and its docstring is its method; the first line stands in this list. It
+has ``run(args)``, which returns the exit status, and mostly ``add_options(parser)``.
 """
 from __future__ import annotations
 
@@ -10,31 +11,71 @@ import importlib
 import sys
 from pathlib import Path
 
+from benchmarks.harness.pages import REPORTS
+
 FOLDER = Path(__file__).parent / "routines"
+SHARED = """
+python -m benchmarks ROUTINE --help shows a routine's options and method. What all share: times are medians of CUDA
+events around graphs with an empty L2 cache, see benchmarks/harness/measure.py; outputs are checked in the same run,
+and if a check fails, the exit status is 1 and the result lies beside the recorded one as .failed.json; a peer that
+cannot run, or finds no time within --seconds, is a row that says why. --set smoke and --size tiny run without a GPU."""
 
 
-def routines() -> dict[str, str]:
-    """The name of each routine and what it measures. Imports none: each needs libraries of its own."""
-    return {path.stem: (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
+def methods() -> dict[str, str]:
+    """The docstring of each routine, by name. Imports none: each needs libraries of its own."""
+    return {path.stem: ast.get_docstring(ast.parse(path.read_text())) or ""
             for path in sorted(FOLDER.glob("[a-z]*.py"))}
 
 
+def shared_options(name: str) -> argparse.ArgumentParser:
+    options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    options.add_argument("--out", help="folder of what is recorded (default: that of the GPU in benchmarks/results)")
+    options.add_argument("--commit", help="recorded as the commit where the tree is a copy without its history")
+    if name in REPORTS:
+        pages = " and ".join(piece.page for piece in REPORTS[name].pieces)
+        options.add_argument("--show", action="store_true", help="print what is recorded")
+        options.add_argument("--update-docs", action="store_true", help=f"put what is recorded into {pages}")
+    return options
+
+
+def run(name: str, arguments: list[str]) -> int:
+    """Run a routine, or show what it has recorded, which needs none of its libraries."""
+    shared = shared_options(name)
+    given, _ = shared.parse_known_args(arguments)
+    first, _, method = methods()[name].partition("\n")
+    options = argparse.ArgumentParser(prog=f"python -m benchmarks {name}", parents=[shared], description=first,
+                                      epilog=method.strip(), formatter_class=argparse.RawDescriptionHelpFormatter)
+    if name in REPORTS and given.update_docs:
+        REPORTS[name].update(given.out)
+    elif name in REPORTS and given.show:
+        REPORTS[name].show(given.out)
+    else:
+        try:
+            routine = importlib.import_module(f"benchmarks.routines.{name}")
+        except ImportError as error:
+            options.error(f"cannot run here: {error}")
+        from benchmarks.harness.command import Refused
+
+        getattr(routine, "add_options", lambda options: None)(options)
+        try:
+            return routine.run(options.parse_args(arguments))
+        except Refused as error:
+            options.error(str(error))
+    return 0
+
+
 def main(arguments: list[str] | None = None) -> int:
-    found = routines()
+    found = methods()
     width = max(map(len, found)) + 2
+    lines = (f"  {name:{width}}{method.partition(chr(10))[0]}" for name, method in found.items())
     options = argparse.ArgumentParser(
         prog="python -m benchmarks", formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Run a benchmark, show what it has recorded, or put that into the docs.",
-        epilog="routines:\n" + "\n".join(f"  {name:{width}}{what}" for name, what in found.items())
-               + "\n\npython -m benchmarks ROUTINE --help shows a routine's method and options.")
+        epilog="\n".join(["routines:", *lines, SHARED]))
     options.add_argument("routine", choices=found, metavar="ROUTINE", help="one of those below")
     options.add_argument("options", nargs=argparse.REMAINDER, help="of the routine")
     args = options.parse_args(arguments)
-    try:
-        routine = importlib.import_module(f"benchmarks.routines.{args.routine}")
-    except ImportError as error:
-        options.error(f"{args.routine} cannot run here: {error}")
-    return routine.main(args.options)
+    return run(args.routine, args.options)
 
 
 if __name__ == "__main__":

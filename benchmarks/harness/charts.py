@@ -76,8 +76,11 @@ def save(panels: Sequence[Panel], title: str, path: Path, across: int = 3) -> No
     rows = _legend(figure, across)
     figure.set_figheight(height + 0.4 + 0.2 * rows)
     figure.suptitle(title, fontsize=11)
-    figure.savefig(path, dpi=110)
+    figure.savefig(buffer := io.BytesIO(), dpi=110)
     plt.close(figure)
+    from PIL import Image  # which matplotlib needs, too
+
+    Image.open(buffer).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
 def svgs(panels: Sequence[Panel]) -> list[str]:

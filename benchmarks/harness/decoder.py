@@ -51,6 +51,13 @@ class Sizes:
     learning_rate: float = 3e-4
 
 
+MODELS = {
+    "80m": Sizes(layers=12, width=768, heads=6, kv_heads=3, head_dim=128, inner=1536, window=1024),
+    "1.7b": Sizes(layers=4, width=2048, heads=16, kv_heads=8, head_dim=128, inner=6144, window=1024,
+                  learning_rate=5e-5),
+    "tiny": Sizes(layers=2, width=64, heads=4, kv_heads=2, head_dim=16, inner=128, window=32, vocabulary=256)}
+
+
 class DenseCore(nn.Module):
     """Causal attention over all keys. ``grouped``: the backend takes kv heads as they are."""
 

@@ -43,14 +43,24 @@ def recorded(name: str, out: str | None = None) -> Path | None:
     return next(iter(newest(name, out)), None)
 
 
+def rounded(x: Any) -> Any:
+    """Eight digits of every number, more than a clock has."""
+    if isinstance(x, dict):
+        return {name: rounded(y) for name, y in x.items()}
+    return [rounded(y) for y in x] if isinstance(x, (list, tuple)) else float(f"{x:.8g}") if type(x) is float else x
+
+
 def write(path: Path, record: dict[str, Any]) -> None:
     """Write a record: a line for each of its entries, and for each element of a list of objects."""
+    def line(value: Any) -> str:
+        return json.dumps(rounded(value), separators=(",", ":"))
+
     def text(value: Any) -> str:
         if isinstance(value, list) and value and isinstance(value[0], dict):
-            return "[\n  " + ",\n  ".join(map(json.dumps, value)) + "]"
-        return json.dumps(value)
+            return "[\n" + ",\n".join(map(line, value)) + "]"
+        return line(value)
 
-    entries = ",\n ".join(f"{json.dumps(name)}: {text(value)}" for name, value in record.items())
+    entries = ",\n".join(f"{json.dumps(name)}:{text(value)}" for name, value in record.items())
     path.write_text(f"{{{entries}}}\n")
 
 

@@ -18,12 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.harness import measure, text
+from benchmarks.harness.folders import ROOT
+from benchmarks.harness.pages_evidence import LIVES
 from benchmarks.harness.records import Clock, key_of
-from benchmarks.harness.render_language import LIVES
 from benchmarks.harness.small_models import Adam, Attention, Models, Sizes, autocast
 from cupy_dma import IntervalMask
 
 SEEDS = (0, 1, 2)
+MODELS = ROOT / "build" / "evidence"  # where models are kept
 WARM_UP = 100  # steps
 SHARE = 8  # one slot of a piece in so many begins a needle, where there are any
 

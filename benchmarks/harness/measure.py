@@ -23,6 +23,7 @@ from __future__ import annotations
 import datetime
 import gc
 import importlib
+import itertools
 import platform
 import statistics
 import subprocess
@@ -168,6 +169,23 @@ def host_us(call: Callable[[], Any], calls: int = 100, rounds: int = 20) -> floa
         found.append(1e6 * (time.perf_counter() - started) / calls)
     synchronize()
     return min(found)
+
+
+def step_times(step: Callable[[], Any], steps: int, device: str) -> list[float]:
+    """Milliseconds of each of ``steps`` calls, on a GPU between events in the stream, without waits."""
+    if not device.startswith("cuda"):
+        marks = [time.perf_counter()]
+        for _ in range(steps):
+            step()
+            marks.append(time.perf_counter())
+        return [1e3 * (b - a) for a, b in itertools.pairwise(marks)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    events[0].record()
+    for event in events[1:]:
+        step()
+        event.record()
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
 
 
 def gpu_events(call: Callable[[], Any]) -> list[tuple[str, float, float]]:

@@ -6,12 +6,16 @@ timed (views, masks that are given) and returns the call that is; it raises wher
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from benchmarks.harness.measure import step_times
 
 Call = Callable[[], Any]
 
@@ -20,13 +24,18 @@ def bhsd(query, key, value):
     return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
 
-def sdpa(backend: SDPBackend | None, query, key, value, causal: bool = True) -> torch.Tensor:
+def backends(*names: str, elsewhere: str = "dense") -> dict[str, SDPBackend | None]:
+    """The peers of these names; without a GPU torch's choice alone, under the name ``elsewhere``."""
+    found = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION,
+             "efficient": SDPBackend.EFFICIENT_ATTENTION}
+    return {name: found[name] for name in names} if torch.cuda.is_available() else {elsewhere: None}
+
+
+def sdpa(backend: SDPBackend | None, query, key, value, causal: bool = False, mask=None) -> torch.Tensor:
     """scaled_dot_product_attention on (B, H, N, D) by one backend, grouped heads as they are; None: torch's choice."""
-    grouped = query.shape[1] != key.shape[1]
-    if backend is None:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=grouped)
-    with sdpa_kernel(backend):
-        return F.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=grouped)
+    with nullcontext() if backend is None else sdpa_kernel(backend):
+        return F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal,
+                                              enable_gqa=query.shape[1] != key.shape[1])
 
 
 def expanded_if_needed(make: Callable[..., Call], key, value, group: int) -> tuple[Call, str]:
@@ -131,8 +140,6 @@ def interval_blocks(start: torch.Tensor, stop: torch.Tensor, query_length: int, 
 
 def interval_block_mask(start: torch.Tensor, stop: torch.Tensor, query_length: int, group: int, block: int):
     """FlexAttention's block mask of ``start`` and ``stop (B, Hkv, Lk)`` for ``Hkv * group`` query heads."""
-    from torch.nn.attention.flex_attention import BlockMask
-
     key_length = start.shape[2]
     offset = key_length - query_length
 
@@ -152,6 +159,13 @@ def interval_block_mask(start: torch.Tensor, stop: torch.Tensor, query_length: i
     return BlockMask.from_kv_blocks(*ordered(some), *ordered(full), BLOCK_SIZE=block, mask_mod=visible, **lengths)
 
 
+def flex_function(compiled: bool) -> Callable[..., torch.Tensor]:
+    if not compiled:
+        return flex_attention
+    torch._dynamo.reset()
+    return torch.compile(flex_attention, dynamic=False)
+
+
 def with_bias(attend, block_mask, group: int, q, k, v, bias, delay: int = 0) -> torch.Tensor:
     def add_bias(s, b, h, i, j):
         added = s + bias[b, h // group, j]
@@ -163,22 +177,14 @@ def with_bias(attend, block_mask, group: int, q, k, v, bias, delay: int = 0) -> 
 def _flex_pass(query, key, start, stop, block: int, compiled: bool, delay: int = 0) -> Callable[..., torch.Tensor]:
     """FlexAttention as a function of query, key, value (B, H, N, D) and bias (B, Hkv, Lk), with the interval mask as
     block mask and mask_mod and the key bias, added from a distance of ``delay`` on, as score_mod."""
-    from torch.nn.attention.flex_attention import flex_attention
-
     group = query.shape[2] // key.shape[2]
     block_mask = interval_block_mask(start, stop, query.shape[1], group, block)
-    attend = flex_attention
-    if compiled:
-        torch._dynamo.reset()
-        attend = torch.compile(flex_attention, dynamic=False)
-    return partial(with_bias, attend, block_mask, group, delay=delay)
+    return partial(with_bias, flex_function(compiled), block_mask, group, delay=delay)
 
 
 def flex_intervals(query, key, value, start, stop, bias, block: int = 128) -> torch.Tensor:
     """FlexAttention under an interval mask with a key bias, the block mask built in the call: one function to compile.
     Query, key, value and result as ``(B, N, H, D)``."""
-    from torch.nn.attention.flex_attention import flex_attention
-
     group = query.shape[2] // key.shape[2]
     start, stop = (x.expand(key.shape[0], key.shape[2], key.shape[1]) for x in (start, stop))
     mask = interval_block_mask(start, stop, query.shape[1], group, block)
@@ -215,3 +221,105 @@ def flex_backward(query, key, value, dout, start, stop, bias, block: int = 128, 
     call = Backward(lambda q, k, v: attend(q, k, v, bias), (q, k, v), do)
     call()
     return call, f"without the gradient of the bias, {why}"
+
+
+# ---- a dense mask and a dense bias -----------------------------------------------------------------------------------
+def block_mask(mask: torch.Tensor, compiled: bool) -> Any:
+    """FlexAttention's list of blocks of ``mask``, bool (1, H, Lq, Lk)."""
+    dense = mask[0]
+
+    def visible(b: Any, h: Any, i: Any, j: Any) -> torch.Tensor:
+        return dense[h, i, j]
+
+    create = torch.compile(create_block_mask) if compiled else create_block_mask
+    return create(visible, 1, *dense.shape, device=str(mask.device))
+
+
+def _masked_pass(blocks: Any, grouped: bool, compiled: bool,
+                 options: dict[str, int] | None = None) -> Callable[..., torch.Tensor]:
+    attend = flex_function(compiled)
+
+    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        def add(s: Any, b: Any, h: Any, i: Any, j: Any) -> torch.Tensor:
+            return s + bias[b, h, i, j]
+
+        return attend(q, k, v, score_mod=add, block_mask=blocks, enable_gqa=grouped, kernel_options=options or None)
+
+    return forward
+
+
+def masked_flex(query, key, value, bias, blocks, compiled: bool = True) -> Call:
+    """FlexAttention with the bias (1, H, Lq, Lk) read in score_mod, the mask in that of the given blocks."""
+    q, k, v = (x.transpose(1, 2).contiguous() for x in (query, key, value))
+    return partial(_masked_pass(blocks, q.shape[1] != k.shape[1], compiled), q, k, v, bias)
+
+
+# Tiles of FlexAttention's backward pass: torch's own choice, and two that need less shared memory, of which the faster
+# is taken where torch's does not fit (head dim 128 with a learned bias needs 240 KB on Hopper, which has 227).
+BACKWARD_OPTIONS: tuple[dict[str, int], ...] = (
+    {}, {"bwd_num_stages": 2},
+    {"bwd_BLOCK_M1": 64, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 64, "bwd_num_stages": 2,
+     "bwd_num_warps": 4})
+
+
+def fastest_ms(call: Call) -> float:
+    return min(step_times(call, 4, "cuda")[1:])
+
+
+def first_or_fastest(make: Callable[[dict[str, int]], Call], time_of: Callable[[Call], float] = fastest_ms,
+                     choices: tuple[dict[str, int], ...] = BACKWARD_OPTIONS) -> tuple[Call, str]:
+    """The call made with the first of ``choices`` if it runs, else the fastest of the others that do; and a note."""
+    found: list[tuple[float, int, Call]] = []
+    why = []
+    for number, options in enumerate(choices):
+        try:
+            call = make(options)
+            call()
+            if number == 0:
+                return call, ""
+            found.append((time_of(call), number, call))
+        except Exception as error:  # compilers raise anything
+            why.append(f"{type(error).__name__}: {error}".replace("\n", " ")[:160])
+    if not found:
+        raise RuntimeError(f"no choice of tiles runs: {'; '.join(why)}")
+    _, number, call = min(found, key=lambda entry: entry[:2])
+    words = ", ".join(f"{name.removeprefix('bwd_')} {value}" for name, value in choices[number].items())
+    return call, f"with {words}, for torch's choice of tiles does not run"
+
+
+def masked_flex_backward(query, key, value, dout, bias, blocks, compiled: bool = True) -> tuple[Call, str]:
+    """The gradients of ``flex``, that of the bias among them. Returns the call and a note."""
+    import torch._functorch.config
+
+    torch._functorch.config.donated_buffer = False  # a donated buffer forbids a second backward of the same forward
+    q, k, v, do = (x.transpose(1, 2).contiguous() for x in (query, key, value, dout))
+    grouped = q.shape[1] != k.shape[1]
+    return first_or_fastest(
+        lambda options: Backward(_masked_pass(blocks, grouped, compiled, options), (q, k, v, bias), do))
+
+
+def _expanded(query, key, value) -> list[torch.Tensor]:
+    group = query.shape[2] // key.shape[2]
+    return [x.transpose(1, 2).repeat_interleave(heads, 1).contiguous()
+            for x, heads in ((query, 1), (key, group), (value, group))]
+
+
+def biased_sdpa(backend: SDPBackend | None, query, key, value, added) -> tuple[Call, str]:
+    """scaled_dot_product_attention with the float mask ``added`` (1, H, Lq, Lk): the bias, -inf where hidden."""
+    inputs = _expanded(query, key, value)
+    return partial(sdpa, backend, *inputs, mask=added), "kv heads expanded, mask added beforehand"
+
+
+def biased_sdpa_backward(backend: SDPBackend | None, query, key, value, dout, added) -> tuple[Call, str]:
+    """The gradients of ``sdpa``, of the float mask too where torch can give it."""
+    inputs, do = _expanded(query, key, value), dout.transpose(1, 2).contiguous()
+    note = "kv heads expanded, their gradients not summed"
+    try:
+        call = Backward(lambda q, k, v, mask: sdpa(backend, q, k, v, mask=mask), (*inputs, added), do)
+        call()
+        return call, note
+    except RuntimeError as error:
+        why = str(error).splitlines()[0][:80]
+    call = Backward(lambda q, k, v: sdpa(backend, q, k, v, mask=added), inputs, do)
+    call()
+    return call, f"{note}; without the gradient of the bias, {why}"

@@ -15,13 +15,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from benchmarks.harness.folders import EVIDENCE
-from benchmarks.harness.suite import add_record_options
+import torch
+from tqdm import tqdm
 
-if TYPE_CHECKING:
-    from benchmarks.harness.render_evidence import Report
+from benchmarks.harness import measure
+from benchmarks.harness.command import Refused, finished
+from benchmarks.harness.folders import EVIDENCE, write
+from benchmarks.harness.pages import REPORTS
 
 Row = dict[str, Any]
 
@@ -96,8 +98,6 @@ class Record:
         return all(key_of(one) in self.rows for one in settings)
 
     def add(self, rows: Iterable[Row]) -> None:
-        from benchmarks.harness import measure
-
         machine = measure.machine()
         machine["commit"] = self.args.commit or machine["commit"]
         about = {name: machine[name] for name in ("device", "commit", "date")}
@@ -105,17 +105,23 @@ class Record:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with locked(self.path.parent):  # other processes add rows too
             self.rows = {**({} if self.args.fresh else self._written()), **self.rows, **found}
-            head = json.dumps({"method": self.method, **machine}, indent=1).removesuffix("\n}")
-            lines = ",\n".join(map(json.dumps, self.rows.values()))  # a row is a line
             new = self.path.with_suffix(".new")
-            new.write_text(f'{head},\n "rows": [\n{lines}\n]}}\n')
+            write(new, {"method": self.method, **machine, "rows": list(self.rows.values())})
             new.replace(self.path)
 
 
-def run_all(record: Record, runs: list[Run], seconds: float) -> int:
+def run_all(name: str, args: argparse.Namespace, method: str | None,
+            runs: Callable[[argparse.Namespace], list[Run]]) -> int:
     """Each run whose rows are not recorded yet. 0 if all are at the end, 3 if time is up before."""
-    from tqdm import tqdm
+    if args.fresh and args.share != (1, 1):
+        raise Refused("--fresh is for a run of its own, not for a --share: the others would be forgotten too")
+    first, every = args.share
+    record = Record(name, args, method)
+    status = train_all(record, runs(args)[first - 1::every], args.seconds)
+    return finished(record.path, REPORTS[name], True) or status if record.path.exists() else status
 
+
+def train_all(record: Record, runs: list[Run], seconds: float) -> int:
     clock = Clock(seconds)
     left = [run for run in runs if not record.has(run.settings)]
     print(f"{len(runs) - len(left)} of {len(runs)} runs are recorded in {record.path}")
@@ -150,9 +156,6 @@ def add_run_options(options: argparse.ArgumentParser, parts: Iterable[str]) -> N
     options.add_argument("--device", default=None, help="default: cuda where there is one")
     options.add_argument("--compile", action="store_true", help="compile what lies between the matrix products")
     options.add_argument("--fresh", action="store_true", help="forget what is recorded")
-    options.add_argument("--show", action="store_true", help="print the table of the recorded results")
-    options.add_argument("--update-docs", action="store_true", help="put it into docs/evidence.md, draw the chart")
-    add_record_options(options)
 
 
 def _share(words: str) -> tuple[int, int]:
@@ -162,26 +165,5 @@ def _share(words: str) -> tuple[int, int]:
     return int(first), int(every)
 
 
-def run_script(arguments: list[str] | None, options: argparse.ArgumentParser, report: Report, method: str | None,
-               runs: Callable[[argparse.Namespace], list[Run]]) -> int:
-    """The main function of these scripts: run, print the table, or update the page. The exit status of ``run_all``."""
-    args = options.parse_args(arguments)
-    if args.fresh and args.share != (1, 1):
-        options.error("--fresh is for a run of its own, not for a --share: the others would be forgotten too")
-    record, status = Record(report.name, args, method), 0
-    if not (args.show or args.update_docs):
-        first, every = args.share
-        status = run_all(record, runs(args)[first - 1::every], args.seconds)
-    result = json.loads(record.path.read_text()) if record.path.exists() else None
-    if args.update_docs:
-        report.update(result)
-    if result is not None:
-        report.chart(result, record.path.with_suffix(".png"))
-        print(report.text(result))
-    return status
-
-
 def device_of(args: argparse.Namespace) -> str:
-    import torch
-
     return args.device or ("cuda" if torch.cuda.is_available() else "cpu")

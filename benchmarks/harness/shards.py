@@ -1,6 +1,7 @@
 """One sequence over several ranks: inputs that every rank can draw for every shard, and checks of a shard's output."""
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.experimental import context_parallel
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.harness import decoder
+from benchmarks.harness.measure import step_times
+from cupy_dma.arrays import library_named
 from cupy_dma.cli.exact_rows import Deviation, exact_row, kept_keys, plain_row, rounding
 from cupy_dma.distributed import empty_with_room, shard_lengths
 from cupy_dma.distributed.agreement import Agreement
@@ -107,8 +115,6 @@ class Problem:
 
 
 def _numpy(x: Tensor) -> np.ndarray:
-    from cupy_dma.arrays import library_named
-
     return library_named("torch").to_numpy(x.detach())
 
 
@@ -148,10 +154,72 @@ class Counting:
 
 def timed(step: Callable[[], Any], steps: int, device: str) -> dict[str, Any]:
     """Times of ``steps`` calls in milliseconds, and the peak of memory in them."""
-    from benchmarks.routines.training import step_times
-
     if device == "cpu":
         return {"all_ms": step_times(step, steps, device), "peak_bytes": 0}
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     return {"all_ms": step_times(step, steps, device), "peak_bytes": torch.cuda.max_memory_allocated()}
+
+
+def ring(problem: Any, inputs: list[Any]) -> tuple[list[Any], Callable[[], Any], str]:
+    """Inputs, call and kernel of torch's ring attention. It has no GQA, so kv heads are repeated, outside of the
+    timing; the shards count as cut by its load balancer."""
+    query, key, value = (x.detach().transpose(1, 2) for x in inputs[:3])
+    group, kernel = problem.heads // problem.kv_heads, SDPBackend.CUDNN_ATTENTION
+    if problem.device == "cpu":
+        kernel = SDPBackend.FLASH_ATTENTION
+    given = [x.contiguous().requires_grad_(inputs[0].requires_grad)
+             for x in (query, *(x.repeat_interleave(group, 1) for x in (key, value)))]
+
+    def call() -> Any:
+        with sdpa_kernel(kernel):
+            return torch.nn.functional.scaled_dot_product_attention(*given, is_causal=True).transpose(1, 2)
+
+    return given, call, kernel.name.lower()
+
+
+@functools.cache
+def _mesh(kind: str, world: int) -> Any:
+    return init_device_mesh(kind, (world,))
+
+
+def as_ring(problem: Any) -> Any:
+    """SDPA as ring attention."""
+    buffer = torch.empty(2 * problem.world, device=problem.device)  # it wants one
+    return context_parallel(_mesh(problem.device.partition(":")[0], problem.world), buffers=[buffer],
+                            buffer_seq_dims=[0], no_restore_buffers={buffer})
+
+
+NEAR = 5e-3  # nats by which the loss of a step may differ: bfloat16 in the order of another number of ranks
+
+
+def model_steps(sizes: decoder.Sizes, batch: int, length: int, count: int, device: str, group: Any = None,
+          everyone: Any = None, row: slice = slice(None)) -> dict[str, Any]:
+    """``count`` steps (forward, backward, AdamW) of ``batch`` sequences of ``length`` tokens, after two that are not
+    timed, each layer recomputed in the backward pass: times, losses and peak memory of this rank. ``group``: the ranks
+    that share a sequence, ``everyone``: all that train, ``row``: the sequences of this rank; on one GPU None and
+    all."""
+    with decoder.decoder(sizes, "dma", compiled=False, checkpoint=True, device=device,
+                         dtype=torch.bfloat16) as (model, _):
+        model.share(group)
+        forward = model if group is None else DistributedDataParallel(model, process_group=everyone)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1, fused=True)
+        batches = iter([decoder.batch_of(sizes, batch, length, i, device)[row] for i in range(2 + count)])
+        losses = []
+
+        def step() -> None:
+            optimizer.zero_grad()
+            loss = forward(next(batches))
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+
+        step()
+        step()
+        found = timed(step, count, device)
+        return {**found, "losses": [loss.item() for loss in losses]}
+
+
+def differ(ours: list[float], one: list[float]) -> tuple[float, float]:
+    """The largest difference of a step's loss, and what is allowed."""
+    return max(abs(a - b) for a, b in zip(ours, one)), NEAR

@@ -11,11 +11,15 @@ import time
 import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
-from benchmarks.harness.folders import ROOT, output, read, write
-from benchmarks.harness.render import Report
+import torch
+from tqdm import tqdm
+
+import cupy_dma as dma
+from benchmarks.harness import measure
+from benchmarks.harness.command import finished, options_of, why_not, write_record
+from benchmarks.harness.report import Report
 
 
 @dataclass(frozen=True)
@@ -101,8 +105,6 @@ class Benchmark:
     flops: ClassVar[dict[str, int]] = {}  # stage -> operations per pair and head dim; other stages have no throughput
 
     def __init__(self, case: Case):
-        import torch
-
         self.case = case
         self.rows: list[dict[str, Any]] = []
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -115,18 +117,12 @@ class Benchmark:
         self.A = torch.full((case.kv_heads,), 0.1, device=self._device)  # larger ones let one key win every row
 
     def normal(self, *shape: int) -> Any:
-        import torch
-
         return torch.empty(shape, dtype=torch.bfloat16, device=self._device).normal_(generator=self._generator)
 
     def score(self) -> Any:
-        import cupy_dma as dma
-
         return dma.key_scores(self.value, self.dt_proj, self.A, form="exp")
 
     def select(self) -> Any:
-        import cupy_dma as dma
-
         return dma.IntervalMask.top_w(self.scores, window=self.case.window, keys=self.case.keys)
 
     def prepare(self) -> None:
@@ -143,8 +139,6 @@ class Benchmark:
         return self.mask.start[:1].expand(shape), self.mask.stop[:1].expand(shape)
 
     def record(self, who: str, stage: str, call: Any, setup: Any = None, note: str = "") -> None:
-        from benchmarks.harness import measure
-
         ms, how = measure.gpu_ms(call, setup)
         row = {"who": who, "stage": stage, "ms": ms, "timing": how, "note": note}
         (setup or call)()  # what is kept between calls is there before, unless the setup takes it away
@@ -156,21 +150,21 @@ class Benchmark:
 
     def peer(self, who: str, make: Any, deadline: float, stage: str) -> None:
         """Record what ``make()`` returns, a call or a call and a note; why not, if it cannot run."""
-        from benchmarks.harness import measure
-
         if time.monotonic() > deadline:
-            self.rows.append({"who": who, "stage": stage, "ms": None, "timing": "", "note": "no time left"})
+            self.failed(who, stage, "no time left")
             return
         try:
             made = make()
             call, note = made if isinstance(made, tuple) else (made, "")
             self.record(who, stage, call, note=note)
-        except Exception as error:  # a peer that cannot run is a result too
-            measure.synchronize()
-            words = f"{type(error).__name__}: {error}".splitlines()[0][:160]
-            self.rows.append({"who": who, "stage": stage, "ms": None, "timing": "", "note": words})
+        except Exception as error:
+            self.failed(who, stage, why_not(error))
         made = call = None
         measure.free_memory()
+
+    def failed(self, who: str, stage: str, words: str, **more: Any) -> None:
+        measure.synchronize()
+        self.rows.append({"who": who, "stage": stage, "ms": None, "timing": "", "note": words, **more})
 
     def ours(self) -> None:
         """Measure this library; ``prepare`` has been called."""
@@ -185,9 +179,29 @@ class Benchmark:
         raise NotImplementedError
 
 
+class Checked(Benchmark):
+    """One whose stages are checked while they are measured."""
+
+    def __init__(self, case: Case):
+        super().__init__(case)
+        self.checks: dict[str, Any] = {}
+
+    def check(self) -> dict[str, Any]:
+        return {"stages": self.checks, "worst": max((found["worst"] for found in self.checks.values()), default=0.0),
+                "ok": all(found["ok"] for found in self.checks.values())}
+
+
+def with_verdict(note: str, found: dict[str, Any]) -> str:
+    """The note of a peer whose result was checked, which never fails the run."""
+    word = "right" if found["ok"] else f"NOT WITHIN THE RULE ({found['worst']:.2f} of what is allowed)"
+    return "; ".join(filter(None, (note, word)))
+
+
 @dataclass(frozen=True)
 class Suite:
-    method: str  # the docstring of the script
+    """A routine that measures cases one by one: its options and its run."""
+
+    method: str | None  # the docstring of the routine
     cases: Callable[[str, bool], list[Case]]
     benchmark: Callable[[Case], Benchmark]
     report: Report
@@ -195,99 +209,37 @@ class Suite:
     extra: Callable[[], dict[str, Any]] = dict  # more for the record
     sets: tuple[str, ...] = ("table", "model", "all", "smoke")
 
+    def add_options(self, options: argparse.ArgumentParser) -> None:
+        options.add_argument("--set", choices=self.sets, default="all")
+        options.add_argument("--quick", action="store_true", help="few cases, no FlexAttention")
+        options.add_argument("--seconds", type=float, default=self.seconds,
+                             help="after this time no peer is started (default: %(default)g)")
 
-def parser_of(module: str, method: str | None) -> argparse.ArgumentParser:
-    """The options of a routine, which its module's name and docstring describe."""
-    first, _, rest = (method or "").partition("\n")
-    return argparse.ArgumentParser(prog=f"python -m benchmarks {module.rpartition('.')[2]}", description=first,
-                                   epilog=rest.strip(), formatter_class=argparse.RawDescriptionHelpFormatter)
-
-
-def add_record_options(options: argparse.ArgumentParser) -> None:
-    """Those of every script that writes results."""
-    options.add_argument("--out", help="folder of what is recorded (default: that of the GPU in benchmarks/results)")
-    options.add_argument("--commit", help="recorded as the commit where the tree is a copy without its history")
-
-
-def options_of(args: argparse.Namespace) -> dict[str, Any]:
-    """What a run was asked for, without where it writes."""
-    return {name: x for name, x in vars(args).items() if name != "out"}
-
-
-def write_record(name: str, args: argparse.Namespace, method: str | None, **result: Any) -> Path:
-    """Write a result with its method and machine to ``name`` in the folder of this run; where it is."""
-    from benchmarks.harness import measure
-
-    record = {"method": method, **measure.machine(), **result}
-    record["commit"] = args.commit or record["commit"]
-    out = output(args.out, record["device"])
-    out.mkdir(parents=True, exist_ok=True)
-    write(out / name, record)
-    return out / name
-
-
-def run(suite: Suite, args: argparse.Namespace) -> int:
-    from tqdm import tqdm
-
-    from benchmarks.harness import measure
-
-    gc.collect()
-    gc.freeze()  # every graph capture collects garbage, which must not walk all modules each time
-    started = time.monotonic()
-    deadline = started + args.seconds
-    chosen = suite.cases(args.set, args.quick)
-    result: dict[str, Any] = {"method": suite.method, "timing": measure.__doc__, "arguments": options_of(args),
-                              **measure.machine(), "cases": []}
-    result["commit"] = args.commit or result["commit"]
-    result |= suite.extra()
-    # FlexAttention compiles for every shape: last, so that a short time limit cuts it off first.
-    compiled = [case for case in chosen if case.flex and not args.quick]
-    done: dict[str, dict[str, Any]] = {}
-    for case in tqdm(chosen + compiled, unit="case", disable=None):
-        bench = suite.benchmark(case)
-        bench.prepare()
-        if case.name not in done:
-            bench.ours()
-            entry = {**asdict(case), "name": case.name, "kept_pairs": case.kept_pairs,
-                     "causal_pairs": case.causal_pairs, "check": bench.check(), "rows": bench.rows}
-            done[case.name] = entry
-            result["cases"].append(entry)
-            bench.peers(deadline, flex=False)
-        else:
-            bench.peers(deadline, flex=True)
-            done[case.name]["rows"] += bench.rows
-        del bench
-        measure.free_memory()
-    result["seconds"] = time.monotonic() - started
-
-    ok = all(entry["check"]["ok"] for entry in result["cases"])
-    out = output(args.out, result["device"])
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / f"{suite.report.name}_performance{'' if ok else '.failed'}.json"
-    write(path, result)
-    suite.report.chart(result, path.with_suffix(".png"))
-    print(suite.report.text(result))
-    chart = f" and {path.with_suffix('.png')}" if path.with_suffix(".png").exists() else ""
-    print(f"wrote {path}{chart} after {result['seconds']:.0f} s")
-    return 0 if ok else 1
-
-
-def main(suite: Suite, arguments: list[str] | None = None) -> int:
-    options = parser_of(suite.report.name, suite.method)
-    options.add_argument("--set", choices=suite.sets, default="all")
-    options.add_argument("--quick", action="store_true", help="few cases, no FlexAttention")
-    options.add_argument("--seconds", type=float, default=suite.seconds,
-                         help=f"after this time no peer is started (default: {suite.seconds:g})")
-    add_record_options(options)
-    options.add_argument("--table", action="store_true", help="print the table from the recorded results")
-    options.add_argument("--update-docs", action="store_true",
-                         help="put that table into docs/performance.md")
-    args = options.parse_args(arguments)
-    if args.table or args.update_docs:
-        result = read(f"{suite.report.name}_performance.json", args.out)
-        if args.update_docs:
-            suite.report.update(ROOT / "docs" / "performance.md", result)
-        else:
-            print(suite.report.table(result))
-        return 0
-    return run(suite, args)
+    def run(self, args: argparse.Namespace) -> int:
+        gc.collect()
+        gc.freeze()  # every graph capture collects garbage, which must not walk all modules each time
+        started = time.monotonic()
+        deadline = started + args.seconds
+        chosen = self.cases(args.set, args.quick)
+        extra = self.extra()
+        # FlexAttention compiles for every shape: last, so that a short time limit cuts it off first.
+        compiled = [case for case in chosen if case.flex and not args.quick]
+        done: dict[str, dict[str, Any]] = {}
+        for case in tqdm(chosen + compiled, unit="case", disable=None):
+            bench = self.benchmark(case)
+            bench.prepare()
+            if case.name not in done:
+                bench.ours()
+                done[case.name] = {**asdict(case), "name": case.name, "kept_pairs": case.kept_pairs,
+                                   "causal_pairs": case.causal_pairs, "check": bench.check(), "rows": bench.rows}
+                bench.peers(deadline, flex=False)
+            else:
+                bench.peers(deadline, flex=True)
+                done[case.name]["rows"] += bench.rows
+            del bench
+            measure.free_memory()
+        ok = all(entry["check"]["ok"] for entry in done.values())
+        path = write_record(f"{self.report.name}_performance.json", args, self.method, ok, timing=measure.__doc__,
+                            arguments=options_of(args), **extra, cases=list(done.values()),
+                            seconds=time.monotonic() - started)
+        return finished(path, self.report, ok)

@@ -1,10 +1,5 @@
 """Results of every backend against the float64 oracle, in every type.
 
-    python -m benchmarks accuracy forward        out and lse, named cases, a line per backend, type and case
-    python -m benchmarks accuracy backward       their gradients, with a gradient of lse
-    python -m benchmarks accuracy grid           gradients over the tests' whole grid, a line per backend and type
-    python -m benchmarks accuracy forward --backend flex --dtype bfloat16 --cases dense
-
 Each case is drawn, laid out and answered by tests/oracle/cases.py and tests/oracle/reference.py; the named ones have
 sizes of several tiles, the grid has masks, biases, lengths, head dims, grouped heads, strides, softcap and scale. An
 error ``max|x - ref64|`` may be at most twice (gradients: three times) that of the plain same-precision computation,
@@ -19,18 +14,20 @@ with 1 if any error exceeds what is allowed, and then the file ends with .failed
 """
 from __future__ import annotations
 
-import importlib.util
-import json
+import argparse
 import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from tqdm import tqdm
 
-from benchmarks.harness.folders import output
-from benchmarks.harness.suite import add_record_options, options_of, parser_of
+from benchmarks.harness.command import options_of, write_record
+from cupy_dma.arrays import CPU, Device, library_named
+from cupy_dma.backends import why_not
 from tests.oracle import cases, reference
 from tests.oracle.cases import Case
 
@@ -60,8 +57,7 @@ Answer = dict[str, tuple[np.ndarray, np.ndarray, float]]  # name -> float64, pla
 
 
 # ---- what is compared ----
-@dataclass(frozen=True)
-class Suite:
+class Suite(NamedTuple):
     file: str  # of the results
     dtypes: tuple[str, ...]
     factor: int  # of the plain error that is allowed
@@ -81,27 +77,15 @@ def grid(dtype: str, start: str = "") -> list[Case]:
                  if case.name.startswith(start)}.values())
 
 
-def forward(case: Case, convert: Any, backend: str, with_dlse: bool) -> dict[str, Any]:
-    return dict(zip(("out", "lse"), cases.run(case, convert, backend=backend)))
-
-
-def forward_expected(case: Case, with_dlse: bool, tf32: bool) -> Answer:
-    return cases.expected(case, tf32=tf32)
-
-
-def backward(case: Case, convert: Any, backend: str, with_dlse: bool) -> dict[str, Any]:
-    return cases.run_backward(case, convert, with_dlse=with_dlse, backend=backend)._asdict()
-
-
-def backward_expected(case: Case, with_dlse: bool, tf32: bool) -> Answer:
-    return cases.expected_gradients(case, with_dlse=with_dlse, tf32=tf32)
-
-
+OF_FORWARD = (lambda case, convert, backend, _: dict(zip(("out", "lse"), cases.run(case, convert, backend=backend))),
+              lambda case, _, tf32: cases.expected(case, tf32=tf32))
+OF_BACKWARD = (lambda case, convert, backend, dlse: cases.run_backward(case, convert, with_dlse=dlse,
+                                                                       backend=backend)._asdict(),
+               lambda case, dlse, tf32: cases.expected_gradients(case, with_dlse=dlse, tf32=tf32))
 SUITES = {
-    "forward": Suite("forward_equivalence", DTYPES, 2, ("cuda", "triton"), named, forward, forward_expected),
-    "backward": Suite("backward_equivalence", DTYPES, 3, ("cuda", "triton"), named, backward, backward_expected),
-    "grid": Suite("grad_equivalence", (*DTYPES, "float64"), 3, ("cuda",), grid, backward, backward_expected),
-}
+    "forward": Suite("forward_equivalence", DTYPES, 2, ("cuda", "triton"), named, *OF_FORWARD),
+    "backward": Suite("backward_equivalence", DTYPES, 3, ("cuda", "triton"), named, *OF_BACKWARD),
+    "grid": Suite("grad_equivalence", (*DTYPES, "float64"), 3, ("cuda",), grid, *OF_BACKWARD)}
 
 
 # ---- comparing ----
@@ -129,13 +113,11 @@ class Row:
         return all(self.ratio(name) <= 1 for name in self.errors)
 
     def add(self, name: str, found: Any, expected: tuple[np.ndarray, np.ndarray, float] | None, factor: int) -> None:
-        if expected is None:
-            if found is not None:
+        ref, plain, terms = expected or (None, None, 0.0)
+        if found is None or ref is None or plain is None or (found.shape, found.dtype) != (
+                ref.shape, plain.dtype) or reference.misplaced(found, ref):
+            if found is not None or ref is not None:
                 self.errors[name] = math.inf, 0.0
-            return
-        ref, plain, terms = expected
-        if found is None or found.shape != ref.shape or found.dtype != plain.dtype or reference.misplaced(found, ref):
-            self.errors[name] = math.inf, 0.0
             return
         error, _, allowed = reference.error_and_allowed(found, ref, plain, found.dtype, factor, terms)
         self.errors[name] = error, allowed
@@ -144,12 +126,8 @@ class Row:
 def library_for(backend: str, suite: Suite) -> tuple[Any, Any]:
     """The library and device whose arrays a backend takes. flex computes on the GPU if there is one, but not the grid:
     it would compile every case, for hours."""
-    from cupy_dma.arrays import CPU, Device, library_named
-
     on_gpu = Device("cuda", 0)
     if backend == "flex" and suite.cases is named:
-        import torch
-
         return (library_named("torch"), on_gpu) if torch.cuda.is_available() else (library_named("numpy"), CPU)
     if backend == "triton":
         return library_named("torch"), on_gpu
@@ -157,10 +135,6 @@ def library_for(backend: str, suite: Suite) -> tuple[Any, Any]:
 
 
 def compare(suite: Suite, backends: list[str], dtypes: list[str], names: str = "", dlse: bool = True) -> Iterator[Row]:
-    from tqdm import tqdm
-
-    from cupy_dma.backends import why_not
-
     reasons = {backend: why_not(backend) for backend in backends}
     yield from (Row(backend, "", "", reason=f"not available: {why}") for backend, why in reasons.items() if why)
     libraries = {backend: library_for(backend, suite) for backend, reason in reasons.items() if not reason}
@@ -192,25 +166,18 @@ def compare(suite: Suite, backends: list[str], dtypes: list[str], names: str = "
 
 
 # ---- what is printed and recorded ----
-HEADER = f"{'backend':<9}{'type':<10}{'case':<22}{'tensor':<7}{'max error':>11}{'allowed':>11}  ok"
-
-
-def line(row: Row) -> str:
-    start = f"{row.backend:<9}{row.dtype:<10}{row.case:<22}"
-    if row.reason:
-        return f"{start}{row.reason}"
-    error, allowed = row.errors[row.worst]
-    return f"{start}{row.worst:<7}{error:>11.3g}{allowed:>11.3g}  {'yes' if row.ok else 'EXCEEDS'}"
-
-
-def printed(rows: Iterator[Row]) -> list[Row]:
-    """The rows, each of which has been printed as it came: a GPU's compilers take seconds for a case."""
-    print(HEADER)
-    found = []
+def printed(rows: Iterator[Row]) -> Iterator[Row]:
+    """Each row as it comes: a GPU's compilers take seconds for a case."""
+    print(f"{'backend':<9}{'type':<10}{'case':<22}{'tensor':<7}{'max error':>11}{'allowed':>11}  ok")
     for row in rows:
-        print(line(row), flush=True)
-        found.append(row)
-    return found
+        start = f"{row.backend:<9}{row.dtype:<10}{row.case:<22}"
+        if row.reason:
+            print(f"{start}{row.reason}", flush=True)
+        else:
+            error, allowed = row.errors[row.worst]
+            word = "yes" if row.ok else "EXCEEDS"
+            print(f"{start}{row.worst:<7}{error:>11.3g}{allowed:>11.3g}  {word}", flush=True)
+        yield row
 
 
 def entry(row: Row) -> dict[str, Any]:
@@ -255,43 +222,26 @@ def number(ratio: float) -> float | str:
     return ratio if math.isfinite(ratio) else "infinite"  # JSON has no infinity
 
 
-def where(commit: str | None) -> dict[str, Any]:
-    """Versions, device and commit of this run."""
-    found: dict[str, Any] = {}
-    if importlib.util.find_spec("torch"):  # measure.py needs it
-        from benchmarks.harness import measure
-
-        found = measure.machine()
-    if commit:
-        found["commit"] = commit
-    return found
-
-
-def main(arguments: list[str] | None = None) -> int:
-    options = parser_of(__name__, __doc__)
+def add_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("what", choices=SUITES)
     options.add_argument("--backend", action="append", choices=BACKENDS, help="only this one (may be repeated)")
     options.add_argument("--dtype", action="append", choices=SUITES["grid"].dtypes,
                          help="only this type (may be repeated)")
     options.add_argument("--cases", default="", help="only cases whose name starts with this")
     options.add_argument("--dlse", action="store_true", help="of the grid: also with a gradient of lse")
-    add_record_options(options)
-    args = options.parse_args(arguments)
+
+
+def run(args: argparse.Namespace) -> int:
     suite, is_grid = SUITES[args.what], args.what == "grid"
     started = time.monotonic()
     rows = compare(suite, args.backend or list(BACKENDS), args.dtype or list(suite.dtypes), args.cases,
                    args.dlse or not is_grid)
-    found = list(rows) if is_grid else printed(rows)
+    found = list(rows if is_grid else printed(rows))
     ok = all(row.ok for row in found) and any(row.errors for row in found)
+    entries = {"lines": by_type(found)} if is_grid else {"rows": [entry(row) for row in found]}
     if is_grid:
-        entries = {"lines": by_type(found)}
         print(table(entries["lines"]))
-    else:
-        entries = {"rows": [entry(row) for row in found]}
-    machine = where(args.commit)
-    path = output(args.out, machine.get("device", "cpu")) / f"{suite.file}{'' if ok else '.failed'}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"method": __doc__, "arguments": options_of(args), **machine,
-                                "seconds": time.monotonic() - started, **entries}, indent=1) + "\n")
-    print(f"wrote {path} after {time.monotonic() - started:.0f} s")
+    seconds = time.monotonic() - started
+    path = write_record(f"{suite.file}.json", args, __doc__, ok, arguments=options_of(args), seconds=seconds, **entries)
+    print(f"wrote {path} after {seconds:.0f} s")
     return 0 if ok else 1

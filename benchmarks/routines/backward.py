@@ -1,19 +1,11 @@
 """Backward pass: this library, dense attention and FlexAttention with the same mask, in one run.
 
-    python -m benchmarks backward                       everything, about 4 minutes on an H100
-    python -m benchmarks backward --set model --quick
-    python -m benchmarks backward --table                        print the table from the results
-    python -m benchmarks backward --update-docs                  put it into docs/performance.md
-
 Inputs, as in forward_performance.py: bfloat16, query, key, value, dt_proj and dout independent normal numbers, A = 0.1.
-Timing, L2 policy, medians and peak memory: see measure.py. Peers that find no time within ``--seconds`` are left out
-and listed as such; the library's own rows are always measured.
 
 Sets. ``table``, the original package's (B1 H2/1 D64): "train" N = 256 ... 32768 with w = 1024, "window" w = 32 ...
 32768 at N = 32768 (and 256 at N = 1024). ``model``: 16 or 32 heads over 8, D 64 and 128, N = 4096 ... 131072, w 1024
 and 2048, also 64 heads, batches of four, D 256, and scores that rise, fall, come in bursts or are all equal. ``plain``:
-causal attention and attention without a mask or bias, N = 4096 (batch 4) and 16384, D 64 and 128. ``smoke``: tiny, runs
-without a GPU, for trying the script.
+causal attention and attention without a mask or bias, N = 4096 (batch 4) and 16384, D 64 and 128.
 
 Stages. backward: attention_backward with the gradients of query, key, value and bias, every list of the mask prepared;
 backward+lists: with the mask's cache emptied before the capture; backward deterministic: deterministic=True.
@@ -31,9 +23,9 @@ Throughput: effective = dense causal operations / time; needed = operations of t
 a backward pass (five products), 14*D with the forward.
 
 Check: sampled queries (dq) and keys (dk, dv, dbias) of every case are compared with float64 under the rule "at most
-three times the error of the plain same-precision computation plus one rounding", see harness/check.py; keys that
-nobody sees have gradients of exactly zero; deterministic=True gives the same bits twice; the whole chain agrees with
-its stages. If any check fails the run exits with 1 and leaves the recorded results alone.
+three times the error of the plain same-precision computation plus one rounding", see harness/check.py; keys that nobody
+sees have gradients of exactly zero; deterministic=True gives the same bits twice; the whole chain agrees with its
+stages.
 """
 from __future__ import annotations
 
@@ -41,8 +33,14 @@ import functools
 from dataclasses import asdict
 from typing import Any, ClassVar
 
-from benchmarks.harness import render, suite
+import torch
+
+import cupy_dma as dma
+from benchmarks.harness import measure, peers, suite
+from benchmarks.harness.check import check_interval_gradients
+from benchmarks.harness.pages import REPORTS
 from benchmarks.harness.suite import Case
+from cupy_dma.backward import attention_backward, dynamic_mask_attention_backward, key_scores_backward
 
 
 def cases(which: str, quick: bool = False) -> list[Case]:
@@ -80,8 +78,6 @@ class Benchmark(suite.Benchmark):
     flops: ClassVar = {"backward": 10, "backward+lists": 10, "backward deterministic": 10, "forward+backward": 14}
 
     def prepare(self) -> None:
-        import cupy_dma as dma
-
         self.plain = self.case.set == "plain"
         if self.plain:
             self.options: dict[str, Any] = {"causal": self.case.pattern == "causal"}
@@ -92,8 +88,6 @@ class Benchmark(suite.Benchmark):
         self.out, self.lse = dma.attention(self.query, self.key, self.value, **self.options, return_lse=True)
 
     def score(self) -> Any:
-        import torch
-
         scores = super().score()
         if self.case.pattern in ("rising", "falling"):
             return scores.sort(-1, descending=self.case.pattern == "falling").values
@@ -107,8 +101,6 @@ class Benchmark(suite.Benchmark):
             super().forget_lists()
 
     def intervals(self) -> tuple[Any, Any]:
-        import torch
-
         if not self.plain:
             return super().intervals()
         start = torch.arange(self.case.key_length, dtype=torch.int32, device=self.query.device)
@@ -118,15 +110,10 @@ class Benchmark(suite.Benchmark):
         return start.expand(shape), torch.full_like(start, self.case.key_length).expand(shape)
 
     def backward(self, deterministic: bool = False) -> Any:
-        from cupy_dma.backward import attention_backward
-
         return attention_backward(self.dout, self.query, self.key, self.value, self.out, self.lse, **self.options,
                                   deterministic=deterministic)
 
     def everything(self) -> Any:
-        import cupy_dma as dma
-        from cupy_dma.backward import attention_backward, dynamic_mask_attention_backward
-
         if self.plain or self.case.pattern:
             out, lse = dma.attention(self.query, self.key, self.value, **self.options, return_lse=True)
             return attention_backward(self.dout, self.query, self.key, self.value, out, lse, **self.options)
@@ -145,10 +132,6 @@ class Benchmark(suite.Benchmark):
 
     def check(self) -> dict[str, Any]:
         """Sampled gradients against float64, see harness/check.py; the same bits twice; the chain as its stages."""
-        import torch
-
-        from benchmarks.harness.check import check_interval_gradients
-
         self.forget_lists()
         found = self.backward()
         sampled = check_interval_gradients(found, self.dout, self.query, self.key, self.value, self.out, self.lse,
@@ -160,8 +143,6 @@ class Benchmark(suite.Benchmark):
                 "ok": sampled.ok and same_bits and chain}
 
     def chain_equals(self, found: Any) -> bool:
-        from cupy_dma.backward import key_scores_backward
-
         def close(x: Any, y: Any) -> bool:
             x, y = x.float(), y.float()
             return float((x - y).abs().max()) <= 2**-7 * float(y.abs().max())
@@ -175,10 +156,6 @@ class Benchmark(suite.Benchmark):
                 and close(whole.dt_proj, scores.dt_proj) and close(whole.A, scores.A))
 
     def peers(self, deadline: float, flex: bool) -> None:
-        from torch.nn.attention import SDPBackend
-
-        from benchmarks.harness import measure, peers
-
         case, tensors = self.case, (self.query, self.key, self.value, self.dout)
         if flex:
             if measure.on_gpu():
@@ -190,11 +167,8 @@ class Benchmark(suite.Benchmark):
             return
         if case.set == "window":  # dense attention knows no window: measured with "train"
             return
-        backends: dict[str, Any] = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
-        if not measure.on_gpu():
-            backends = {"dense": None}
         causal = self.options.get("causal", True)
-        for who, backend in backends.items():
+        for who, backend in peers.backends("cudnn", "flash").items():
             large = case.causal_pairs > 2e11  # for these only the fastest peer's backward
             if who != "flash" or not large:
                 self.peer(who, functools.partial(peers.dense_backward, backend, *tensors, causal=causal), deadline,
@@ -212,9 +186,6 @@ def published() -> dict[str, Any]:
         "full": [636, 656, 621, 618]}}
 
 
-SUITE = suite.Suite(__doc__ or "", cases, Benchmark, render.BACKWARD, seconds=220, extra=published,
+SUITE = suite.Suite(__doc__, cases, Benchmark, REPORTS["backward"], seconds=220, extra=published,
                     sets=("table", "model", "plain", "all", "smoke"))
-
-
-def main(arguments: list[str] | None = None) -> int:
-    return suite.main(SUITE, arguments)
+add_options, run = SUITE.add_options, SUITE.run

@@ -1,11 +1,5 @@
 """Dynamic mask attention of one sequence over several GPUs, beside one GPU and beside ring attention.
 
-    python -m benchmarks context_parallel --ranks 2                     everything, a process for each GPU
-    torchrun --nproc_per_node 8 -m benchmarks context_parallel          the same in the processes of torchrun
-    python -m benchmarks context_parallel --ranks 2 --device cpu --smoke      anywhere, for trying the script
-    python -m benchmarks context_parallel --show                        print the table of the recorded results
-    python -m benchmarks context_parallel --update-docs                 put it into docs/distributed.md
-
 Sizes: B = 1, 16 query heads over 8, D 128, w 2048, bfloat16, 65536 to 8388608 tokens in equal shards. Queries, keys,
 values and scores are normally distributed and independent, seeded by shard.
 
@@ -28,8 +22,7 @@ and one that would not fit into memory.
 Check. Of ours and copies: rows of every shard against float64 attention over the exact selection, twice the error of
 the plain computation and one rounding allowed; gradients of rank 0's shard, which hold what later ranks have returned,
 against those of one GPU where that has run; the losses of a model's steps against those of one GPU, within 5e-3 nats;
-the bytes that are counted against the formula, and that no length changes them. If a check fails the run exits with 1
-and leaves the recorded results alone.
+the bytes that are counted against the formula, and that no length changes them.
 
 Results: ``context_parallel_<GPUs>.json`` in the folder of the GPU; while it runs, ``context_parallel.partial.json``.
 """
@@ -37,7 +30,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import statistics
 import tempfile
@@ -48,15 +40,23 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import render_context_parallel as render
-from benchmarks.harness.folders import ROOT, newest
-from benchmarks.harness.suite import add_record_options, options_of, parser_of, write_record
+import torch
+import torch.distributed as dist
+from torch import multiprocessing
+
+import cupy_dma as dma
+from benchmarks.harness import decoder, measure, shards
+from benchmarks.harness.command import Refused, at_least_1, finished, options_of, why_not, write_record
+from benchmarks.harness.pages import REPORTS
+from benchmarks.harness.pages_models import ranks_line
+from benchmarks.harness.shards import Problem, differ, gradients_differ
+from benchmarks.routines.training import listed
+from cupy_dma import distributed
 
 LENGTHS = (65536, 131072, 262144, 524288, 1048576, 2097152, 4194304, 8388608)
 PEERS = ("one", "ours", "copies", "ring")
 PASSES = ("forward", "training", "model", "mesh")
 MODELS = ("model", "mesh")
-DOCS = ROOT / "docs" / "distributed.md"
 SMOKE = {"lengths": [96, 161], "heads": 4, "kv_heads": 2, "head_dim": 16, "window": 24, "steps": 1, "model": "tiny",
          "model_lengths": [96]}
 
@@ -65,8 +65,6 @@ class Bench:
     """What one rank of ``group`` does. ``control``: a gloo group of the same ranks for all that is not measured."""
 
     def __init__(self, args: argparse.Namespace, group: Any, control: Any):
-        import torch.distributed as dist
-
         self.args, self.rank, self.world = args, dist.get_rank(group), dist.get_world_size(group)
         self.group, self.control = group, control
         self.seconds: dict[tuple[str, str], tuple[int, float]] = {}  # of a call, at the length before
@@ -80,8 +78,6 @@ class Bench:
 
     def everywhere(self, x: Any) -> list[Any]:
         """What every rank has, in their order."""
-        import torch.distributed as dist
-
         found: list[Any] = [None] * self.world
         dist.all_gather_object(found, x, group=self.control)
         return found
@@ -99,7 +95,7 @@ class Bench:
                 "length": length, "pass": what, "peer": peer, "ranks": self.world, "ms": None, "note": "no time left",
                 "ok": True})
             if self.rank == 0:
-                print(render.line(rows[-1]), flush=True)
+                print(ranks_line(rows[-1]), flush=True)
                 self.path = write_record("context_parallel.partial.json", args, __doc__, arguments=options_of(args),
                                          rows=rows)
         if not rows:
@@ -109,11 +105,6 @@ class Bench:
 
     def row(self, length: int, what: str, peer: str) -> dict[str, Any]:
         """The same on every rank."""
-        import torch
-
-        from benchmarks.harness import measure
-        from benchmarks.harness.shards import Problem
-
         args = self.args
         row = {"length": length, "pass": what, "peer": peer, "ranks": self.world, "ms": None, "note": "", "ok": True}
         before, seconds = self.seconds.get((what, peer), (length, 0.0))
@@ -134,8 +125,7 @@ class Bench:
             try:
                 mine = self.model(length, what, peer) if what in MODELS else self.measured(problem, what, peer)
             except Exception as error:  # a peer that cannot run is a result too
-                words = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-                mine = {"note": "out of memory" if "out of memory" in words.lower() else words}
+                mine = {"note": why_not(error)}
         found = [x for x in self.everywhere(mine) if x]
         notes = [x["note"] for x in found if x.get("note")]
         if notes:
@@ -155,20 +145,16 @@ class Bench:
 
     def measured(self, problem: Any, what: str, peer: str) -> dict[str, Any]:
         """Times of a peer on this rank; of ours with checks."""
-        import torch
-
-        from benchmarks.harness import ring, shards
-
         grad, rank = what == "training", None if peer == "one" else self.rank
         inputs = problem.inputs(rank, peer == "ours", grad)
         dout = None if not grad else problem.whole("dout") if rank is None else problem.shard("dout", rank)
         if peer == "ring":
-            inputs, call, how = ring.prepared(problem, inputs)
+            inputs, call, how = shards.ring(problem, inputs)
         else:
             call, how = self.call_of(problem, peer, inputs), ""
 
         def step() -> list[Any]:
-            with ring.patched(problem) if peer == "ring" else nullcontext(), torch.set_grad_enabled(grad):
+            with shards.as_ring(problem) if peer == "ring" else nullcontext(), torch.set_grad_enabled(grad):
                 out = call()
                 return [out.detach(), *(torch.autograd.grad(out, inputs, dout) if grad else ())]
 
@@ -187,9 +173,6 @@ class Bench:
         return {**result, **shards.timed(step, self.args.steps, problem.device)}
 
     def model(self, length: int, what: str, peer: str) -> dict[str, Any]:
-        from benchmarks.harness import sharded_decoder
-        from benchmarks.routines.training import models
-
         batch = self.world // 2 if what == "mesh" else 1
         shared: dict[str, Any] = {}
         if peer != "one":
@@ -197,35 +180,28 @@ class Bench:
             if what == "mesh":
                 own = self.mesh["data"].get_local_rank()
                 shared |= {"group": self.mesh["sequence"].get_group(), "row": slice(own, own + 1)}
-        return sharded_decoder.steps(models()[self.args.model], batch, length // batch, self.args.steps,
-                                     self.args.device, **shared)
+        return shards.model_steps(decoder.MODELS[self.args.model], batch, length // batch, self.args.steps,
+                                  self.args.device, **shared)
 
     def compare(self, row: dict[str, Any], losses: list[float]) -> None:
         """The losses of a model with those of one GPU, where that has run before."""
-        from benchmarks.harness.sharded_decoder import differ
-
         row["losses"], one = losses, self.losses.setdefault((row["pass"], row["length"]), losses)
         worst, allowed = differ(losses, one)
         row.update(loss_differs=worst, ok=worst <= allowed)
 
     def checks(self, problem: Any, query: Any, found: list[Any], grad: bool,
                moved: list[tuple[str, int]]) -> dict[str, Any]:
-        from benchmarks.harness.shards import gradients_differ
-        from cupy_dma.distributed import exchanged_bytes
-
         check = problem.check(found[0], self.rank, query)
         if grad and self.rank == 0 and self.kept.get("length") == problem.length:
             worst, allowed = gradients_differ(found[1:], self.kept["gradients"])
             check.update(gradients=worst, gradients_allowed=allowed, ok=check["ok"] and worst <= allowed)
-        expected = exchanged_bytes(1, problem.kv_heads, problem.head_dim, problem.dtype, problem.window,
-                                   world=self.world, rank=self.rank)[:1 + grad]
+        expected = distributed.exchanged_bytes(1, problem.kv_heads, problem.head_dim, problem.dtype, problem.window,
+                                               world=self.world, rank=self.rank)[:1 + grad]
         counted = [size for name, size in moved if size != 8 * (self.world - 1)]  # that are more than a digest
         check["ok"] = check["ok"] and (self.world == 1 or counted == list(expected))
         return {"check": check, "bytes": counted}
 
     def call_of(self, problem: Any, peer: str, inputs: list[Any]) -> Callable[[], Any]:
-        import cupy_dma as dma
-
         query, key, value, scores = inputs
         if peer == "one":
             return lambda: dma.dynamic_mask_attention(query, key, value, scores, window=problem.window)
@@ -241,9 +217,6 @@ def is_right(rows: list[dict[str, Any]], args: argparse.Namespace) -> bool:
 
 def work(args: argparse.Namespace) -> int:
     """What every process does; rank 0 writes."""
-    import torch
-    import torch.distributed as dist
-
     on_gpu = args.device != "cpu"
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -253,8 +226,7 @@ def work(args: argparse.Namespace) -> int:
     if bench.rank == 0:
         path = bench.path.replace(bench.path.with_name(
             f"context_parallel_{bench.world}.json" if ok else "context_parallel.failed.json"))
-        print(render.table(json.loads(path.read_text())))
-        print(f"wrote {path}")
+        finished(path, REPORTS["context_parallel"], ok)
     dist.destroy_process_group()
     return 0 if ok else 1
 
@@ -263,16 +235,11 @@ def _spawned(rank: int, args: argparse.Namespace, folder: str) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(args.ranks), MASTER_ADDR="127.0.0.1",
                       MASTER_PORT=os.environ.get("MASTER_PORT", "29541"))
     if args.device == "cpu":
-        import torch
-
         torch.set_num_threads(1)
     Path(folder, str(rank)).write_text(str(work(args)))
 
 
-def parsed(arguments: list[str] | None) -> argparse.Namespace:
-    from benchmarks.routines.training import listed
-
-    options = parser_of(__name__, __doc__)
+def add_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--ranks", type=int, default=2, help="processes; torchrun brings its own (default: 2)")
     options.add_argument("--lengths", type=listed(None, int), default=list(LENGTHS))
     options.add_argument("--passes", type=listed(PASSES), default=list(PASSES))
@@ -280,43 +247,26 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     options.add_argument("--peers", type=listed(PEERS), default=list(PEERS))
     for name, usual in (("heads", 16), ("kv-heads", 8), ("head-dim", 128), ("window", 2048), ("steps", 10)):
         options.add_argument(f"--{name}", type=int, default=usual, help=f"(default: {usual})")
-    options.add_argument("--model", choices=("80m", "1.7b", "tiny"), default="80m", help="of the pass model")
+    options.add_argument("--model", choices=decoder.MODELS, default="80m", help="of the pass model")
     options.add_argument("--longest", type=float, default=5.0, help="seconds of a call, else a peer is left out")
     options.add_argument("--seconds", type=float, default=1500, help="after this time nothing more is started")
     options.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options.add_argument("--smoke", action="store_true", help="a tiny size")
-    options.add_argument("--show", action="store_true", help="print the table of the recorded results")
-    options.add_argument("--update-docs", action="store_true", help="put that table into docs/distributed.md")
-    add_record_options(options)
-    args = options.parse_args(arguments)
+
+
+def checked(args: argparse.Namespace) -> argparse.Namespace:
     if args.smoke:
         vars(args).update(SMOKE)
-    for name in ("ranks", "heads", "kv_heads", "window", "steps", *(["lengths"] if not args.lengths else [])):
-        if getattr(args, name) < 1:
-            options.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    at_least_1(args, "ranks", "heads", "kv_heads", "window", "steps")
     if min(args.lengths) < args.ranks:
-        options.error(f"--lengths must be at least --ranks {args.ranks}, got {min(args.lengths)}")
+        raise Refused(f"--lengths must be at least --ranks {args.ranks}, got {min(args.lengths)}")
     return args
 
 
-def results(out: str | None = None) -> list[dict[str, Any]]:
-    """What is recorded, of fewer GPUs first."""
-    found = [json.loads(path.read_text()) for path in newest("context_parallel_*.json", out)]
-    return sorted(found, key=lambda result: result["rows"][0]["ranks"])
-
-
-def main(arguments: list[str] | None = None) -> int:
-    args = parsed(arguments)
-    if args.show or args.update_docs:
-        if args.update_docs:
-            render.update(DOCS, results(args.out))
-        else:
-            print(render.page(results(args.out)))
-        return 0
+def run(args: argparse.Namespace) -> int:
+    checked(args)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return work(args)
-    from torch import multiprocessing
-
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.spawn(_spawned, (args, folder), args.ranks)
         return max(int(Path(folder, str(rank)).read_text()) for rank in range(args.ranks))

@@ -1,11 +1,7 @@
 """The NumPy backend beside torch's SDPA on the same CPU, forward and backward, in one run.
 
-    python -m benchmarks cpu                  both sizes, two minutes on two cores
-    python -m benchmarks cpu --set small --repeats 101 --out /tmp/small
-    python -m benchmarks cpu --update-docs    put the table of the recorded results into docs/lab/numpy.md
-
 Inputs: float32, independent normal numbers (numpy.random.default_rng of a number made from the case), 4/2 heads, D 32.
-small: B 8, N 256, w 64 and 256 (as many pairs as causal attention); large: B 1, N 16384, w 512. ``smoke``: tiny.
+small: B 8, N 256, w 64 and 256 (as many pairs as causal attention); large: B 1, N 16384, w 512.
 
 cupy_dma: NumPy arrays; IntervalMask.top_w, attention with the scores as bias, attention_backward with all four
 gradients. all BLAS threads: the same without the limit to one thread, to show what it is for. sdpa: causal
@@ -16,12 +12,12 @@ Timing: wall time, cupy_dma and sdpa by turns, ``--repeats`` times after a warm-
 time from others for a while after their work); medians, and the fastest. Where other programs want the cores too, only
 these numbers of one run can be compared with each other: the load average and the numbers of threads stand beside them.
 
-Check: sampled rows and keys of every batch entry against float64, as in forward.py and backward.py. If any check fails
-the run exits with 1 and leaves the recorded results alone. Times have no part in that.
+Check: sampled rows and keys of every batch entry against float64, as in forward.py and backward.py. Times have no part
+in that.
 """
 from __future__ import annotations
 
-import json
+import argparse
 import os
 import statistics
 import time
@@ -31,17 +27,19 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import torch
 from threadpoolctl import ThreadpoolController, threadpool_info
 
 import cupy_dma as dma
-from benchmarks.harness import render
-from benchmarks.harness.folders import ROOT, output, write
-from benchmarks.harness.suite import Case, add_record_options, parser_of
+from benchmarks.harness.check import check_interval_gradients
+from benchmarks.harness.command import at_least_1, finished, options_of, write_record
+from benchmarks.harness.folders import output
+from benchmarks.harness.pages import REPORTS
+from benchmarks.harness.suite import Case
 from cupy_dma.backends.numpy import threads
+from cupy_dma.cli.exact_rows import check_rows
 
-DOCS = ROOT / "docs" / "lab" / "numpy.md"
 REPEATS = {"small": 41, "large": 5, "smoke": 2}
-WANTED = {"small": 0.5, "large": 3.0, "smoke": 0.0}  # times as fast as SDPA
 
 
 def cases(which: str) -> list[Case]:
@@ -86,8 +84,6 @@ class Benchmark:
             self.ours()
 
     def sdpa(self) -> Callable[[], Any]:
-        import torch
-
         q, k, v, do = (torch.from_numpy(np.ascontiguousarray(x.swapaxes(1, 2)))
                        for x in (self.query, self.key, self.value, self.dout))
         inputs = [x.requires_grad_() for x in (q, k, v)]
@@ -106,11 +102,6 @@ class Benchmark:
 
     def check(self) -> dict[str, Any]:
         """Sampled rows of the output and the mask, sampled gradients; of each batch entry."""
-        import torch
-
-        from benchmarks.harness.check import check_interval_gradients
-        from cupy_dma.cli.exact_rows import check_rows
-
         case, (mask, out, lse, gradients) = self.case, self.ours()
         sampled = np.random.default_rng(case.seed).integers(0, case.query_length, 4).tolist()
         entries = []
@@ -127,62 +118,22 @@ class Benchmark:
         return {"ok": all(entry["ok"] for entry in entries), "entries": entries}
 
 
-def machine() -> dict[str, Any]:
-    """What ``measure.machine`` says, and the cores, threads and load of this process's machine."""
-    import torch
-
-    from benchmarks.harness import measure
-
-    libraries = [{name: found[name] for name in ("user_api", "internal_api", "version", "num_threads")}
-                 for found in threadpool_info()]
-    return {**measure.machine(), "cores": os.cpu_count(), "torch_threads": torch.get_num_threads(),
-            "thread_pools": libraries, "load": os.getloadavg()}
-
-
-def table(result: dict[str, Any]) -> str:
-    lines = ["| batch, N, heads, head dim, window | SDPA | all BLAS threads | cupy_dma | times as fast | of the "
-             "fastest turns | wanted |", "|---|--:|--:|--:|--:|--:|--:|"]
-    for case in result["cases"]:
-        ms, fastest = ({who: render.value(case, who, "forward+backward", field) or 0.0
-                        for who in ("sdpa", "all BLAS threads", "cupy_dma")} for field in ("ms", "fastest_ms"))
-        cells = [f"{case['batch']}, {render.label(case)}", *map(render.milliseconds, ms.values()),
-                 *(render.times(found["sdpa"] / found["cupy_dma"]) for found in (ms, fastest)),
-                 f"≥ {render.times(WANTED[case['set']])}"]
-        lines.append("| " + " | ".join(cells) + " |")
-    pools = ", ".join(f"{found['internal_api']} {found['num_threads']}" for found in result["thread_pools"])
-    versions = result["versions"]
-    return "\n".join([*lines, "", f"Milliseconds, medians, {result['cores']} cores, threads: torch "
-                                  f"{result['torch_threads']}, {pools}; load {result['load'][0]:.1f}; NumPy",
-                      f"{versions['numpy']}, torch {versions['torch']}, {result['date'][:10]}."])
-
-
-REPORT = render.Report("cpu", "NumPy backend", table, table, ())
-
-
-def main(arguments: list[str] | None = None) -> int:
-    options = parser_of(__name__, __doc__)
+def add_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--set", choices=["all", *REPEATS], default="all")
     options.add_argument("--repeats", type=int, help=f"timed turns (default: {REPEATS})")
-    add_record_options(options)
-    options.add_argument("--update-docs", action="store_true",
-                         help="put the table of the recorded results into docs/lab")
-    args = options.parse_args(arguments)
-    path = output(args.out, "cpu") / "cpu_performance.json"
-    if args.update_docs:
-        REPORT.update(DOCS, json.loads(path.read_text()))
-        return 0
-    if args.repeats is not None and args.repeats < 1:
-        options.error(f"argument --repeats: must be at least 1, got {args.repeats}")
-    result = {"method": __doc__, "arguments": {"set": args.set, "repeats": args.repeats}, **machine(), "cases": []}
-    result["commit"] = args.commit or result["commit"]
+
+
+def run(args: argparse.Namespace) -> int:
+    at_least_1(args, "repeats")
+    pools = [{name: found[name] for name in ("user_api", "internal_api", "version", "num_threads")}
+             for found in threadpool_info()]
+    found = []
     for case in cases(args.set):
         bench = Benchmark(case)
-        result["cases"].append({**asdict(case), "name": case.name, "check": bench.check(),
-                                "rows": bench.rows(args.repeats or REPEATS[case.set])})
-    result["load"] = os.getloadavg()
-    ok = all(case["check"]["ok"] for case in result["cases"])
-    path = path if ok else path.with_suffix(".failed.json")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write(path, result)
-    print(f"{table(result)}\nwrote {path}")
-    return 0 if ok else 1
+        found.append({**asdict(case), "name": case.name, "check": bench.check(),
+                      "rows": bench.rows(args.repeats or REPEATS[case.set])})
+    ok = all(case["check"]["ok"] for case in found)
+    args.out = args.out or str(output(None, "cpu"))
+    path = write_record("cpu_performance.json", args, __doc__, ok, arguments=options_of(args), cores=os.cpu_count(),
+                        torch_threads=torch.get_num_threads(), thread_pools=pools, load=os.getloadavg(), cases=found)
+    return finished(path, REPORTS["cpu"], ok)

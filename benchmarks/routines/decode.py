@@ -1,16 +1,11 @@
 """Decoding: the cache's step, the stateless way and the other ways to answer one query, in one run.
 
-    python -m benchmarks decode                       everything, below two minutes on an H200
-    python -m benchmarks decode --set table --quick
-    python -m benchmarks decode --table                                      print the table from the results
-    python -m benchmarks decode --update-docs                                put it into docs/performance.md
-
 Inputs: bfloat16, query, key and value independent normal numbers, scores independent uniform ones (so some are equal),
 seeded by the case. One query a sequence, at the end of its history.
 
 Sets. ``table``, the original package's: B1 H2/1 D64, 256 ... 524288 keys, w = 1024. ``model``: batch 1, 8, 32, 128; 16
 and 32 heads over 8, D 128; histories of 4096, 32768 and 131072 tokens (batch 1 also 1048576), w 1024 and 2048; what
-does not fit into memory is left out. ``smoke``: tiny, runs without a GPU, for trying the script.
+does not fit into memory is left out.
 
 Ours. step: ``DynamicCache.extend`` by one token, the cache having seen the history before (by ``update`` in pieces);
 the timed token has a score above all others, so that each step displaces a kept key (or fills a cache that is not yet
@@ -21,8 +16,7 @@ cache_bytes: all arrays of a cache, or keys and values of the whole history.
 
 Peers. cudnn, flash: scaled_dot_product_attention over all keys. masked: the same function as the original package's
 models call it, with an additive mask of the topk scores and -inf elsewhere; masked+build: with the time to build it.
-flex: compiled FlexAttention with the same interval mask as block mask (given) and the scores as score_mod. A peer that
-finds no time within ``--seconds`` is listed as such.
+flex: compiled FlexAttention with the same interval mask as block mask (given) and the scores as score_mod.
 
 GPU time (see measure.py, ``steps_ms``): up to 20 calls in one graph, each on arrays of its own (as many copies as 4 GiB
 hold), as a decode step passes through the layers of a model. cold_ms: one call alone with an empty L2 cache, a few
@@ -31,17 +25,259 @@ kernel or a copy engine, the faster. Empty replay: wall time of a graph of one t
 
 Check: every output, also the peers', against float64 in the first, the last and a drawn sequence, under the rule "at
 most twice the error of the plain same-precision computation plus one rounding"; the keys in the cache must be exactly
-the best of the whole history, and a replayed step must give the same bits as a call. If a check of this library fails
-the run exits with 1 and leaves the recorded results alone.
+the best of the whole history, and a replayed step must give the same bits as a call.
 """
 from __future__ import annotations
 
 import functools
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-from benchmarks.harness import render_decode, suite
-from benchmarks.harness.decode_cases import Benchmark, Original, Serving, TooLarge
+import torch
+
+import cupy_dma as dma
+from benchmarks.harness import measure, peers, suite
+from benchmarks.harness.check import TokenCheck, best_keys, sampled_batch
+from benchmarks.harness.command import why_not
+from benchmarks.harness.pages import REPORTS
 from benchmarks.harness.suite import Case
+
+LAYERS = 20  # copies of a case's arrays, so that a graph of steps finds little of them in the L2 cache
+LAYER_BYTES = 4 * 2**30  # all copies together
+CHUNK = 32768  # tokens by which a cache is filled
+ALWAYS_KEPT = 2.0  # a score above all others, which are below 1
+
+Maker = Callable[[Any, Any, Any, Any], Any]  # of query, key, value, scores: a call, or a call and a note
+
+
+class Benchmark(suite.Checked):
+    """One query of each sequence, at the end of its history. Outputs are checked while they are measured."""
+
+    cold = False  # also time single calls with an empty L2 cache
+
+    def __init__(self, case: Case):
+        super().__init__(case)
+        self.best: dict[tuple[int, int], Any] = {}
+
+    def prepare(self) -> None:
+        self.scores = torch.rand(self.case.batch, self.case.kv_heads, self.case.key_length, device=self._device,
+                                 generator=self._generator)
+        self.inputs = self.query, self.key, self.value, self.scores
+
+    def sampled(self) -> list[int]:
+        """Sequences that are checked."""
+        return sampled_batch(self.case.batch, self.case.seed)
+
+    def best_keys(self, b: int, window: int) -> Any:
+        if (b, window) not in self.best:
+            self.best[b, window] = best_keys(self.scores[b], window)
+        return self.best[b, window]
+
+    def checked(self, out: Any, lse: Any, window: int | None, bias: bool = True) -> Any:
+        """The check of a result ``(B, 1, H, D)`` and ``(B, H, 1)`` over the best ``window`` keys (None: all)."""
+        check = TokenCheck()
+        for b in self.sampled():
+            check.compare(out[b, 0], None if lse is None else lse[b, :, 0], self.query[b, 0], self.key[b],
+                          self.value[b], self.scores[b] if bias else None,
+                          None if window is None else self.best_keys(b, window))
+        return check
+
+    def layers(self, size: int) -> int:
+        return max(1, min(LAYERS, LAYER_BYTES // max(size, 1)))
+
+    def copies(self) -> list[tuple[Any, ...]]:
+        """The inputs, for every layer."""
+        size = sum(x.numel() * x.element_size() for x in self.inputs)
+        return [self.inputs, *(tuple(x.clone() for x in self.inputs) for _ in range(self.layers(size) - 1))]
+
+    def record_calls(self, who: str, stage: str, calls: Sequence[Callable[[], Any]], note: str = "",
+                     **more: Any) -> None:
+        """The time of one call, and more about it."""
+        ms, how = measure.steps_ms(calls)
+        row = {"who": who, "stage": stage, "ms": ms, "timing": how, "note": note, **more}
+        if self.cold:
+            row["cold_ms"] = measure.gpu_ms(calls[0])[0]
+        self.rows.append(row)
+
+    # ---- the cache ----
+    def filled(self, window: int) -> Any:
+        """A cache that has seen all tokens but the last."""
+        case, end = self.case, self.case.key_length - 1
+        cache = dma.DynamicCache(case.batch, case.kv_heads, window, case.head_dim, dtype=self.key.dtype, like=self.key)
+        for begin in range(0, end, CHUNK):
+            piece = slice(begin, min(begin + CHUNK, end))
+            cache.update(self.key[:, piece], self.value[:, piece], self.scores[:, :, piece])
+        return cache
+
+    def step(self, window: int) -> None:
+        """Check the cache's step for the last token, then time steps that displace a kept key each."""
+        cache = self.filled(window)
+        last = slice(self.case.key_length - 1, None)
+        token = self.query, self.key[:, last], self.value[:, last], self.scores[:, :, last]
+        before = cache.state_dict()
+        eager = self.result(cache, token)
+        check = self.checked(*eager, window)
+        for b in self.sampled():
+            check.compare_kept(cache.positions[b], self.best_keys(b, window))
+        self.checks[f"step w{window}"] = check.result()
+
+        cache.load_state_dict(before)
+        out = torch.empty_like(self.query)
+        call = partial(cache.extend, *token, out=out)
+        replay, how = measure.captured(call)
+        cache.load_state_dict(before)
+        replay()
+        found = self.checked(out, None, window).result()
+        same = bool((out == eager[0]).all()) and bool((cache.length == self.case.key_length).all())
+        self.checks[f"step w{window}, {how}"] = {**found, "equals_eager": same, "ok": found["ok"] and same}
+
+        del replay
+        fresh = (*token[:3], torch.full_like(token[3], ALWAYS_KEPT))
+        caches = [cache, *(cache.clone() for _ in range(self.layers(cache.memory_bytes) - 1))]
+        calls = [partial(one.extend, *fresh, out=torch.empty_like(out)) for one in caches]
+        kept = min(window, self.case.key_length)
+        row_bytes = (self.key.shape[-1] + self.value.shape[-1]) * self.key.element_size()
+        self.record_calls("cupy_dma", f"step w{window}", calls, cache_bytes=cache.memory_bytes,
+                          kept_bytes=self.case.batch * self.case.kv_heads * kept * row_bytes)
+        single, how = measure.captured(calls[0])
+        self.host("cupy_dma", f"step w{window} replay", single, how)
+        if self.cold:
+            self.host("cupy_dma", f"step w{window} eager", calls[0], "eager")
+
+    def result(self, cache: Any, token: Sequence[Any]) -> tuple[Any, Any]:
+        """``out`` and ``lse`` of one step."""
+        return cache.extend(*token, return_lse=True)
+
+    def host(self, who: str, stage: str, call: Callable[[], Any], how: str) -> None:
+        """Wall time of a call and the wait for it ("ms"), and of one among many that are queued."""
+        row = {"who": who, "stage": stage, "timing": f"wall clock, {how}", "note": "",
+               "ms": measure.waited_us(call, 50 if measure.on_gpu() else 1) / 1e3}
+        if self.cold:
+            row["queued_ms"] = measure.host_us(call, 100 if measure.on_gpu() else 1) / 1e3
+        self.rows.append(row)
+
+    # ---- others ----
+    def checked_peer(self, who: str, stage: str, make: Maker, deadline: float,
+                     check: Callable[[Any], Any], repeat: int = 0, **more: Any) -> None:
+        """Record a peer and, as its note, whether ``check(its result (B, 1, H, D))`` found it right.
+
+        ``repeat``: as many calls on the same arrays, instead of one on each copy.
+        """
+        if time.monotonic() > deadline:
+            self.failed(who, stage, "no time left")
+            return
+        copies = made = calls = None
+        try:
+            copies = [self.inputs] if repeat else self.copies()
+            made = [x if isinstance(x, tuple) else (x, "") for x in (make(*inputs) for inputs in copies)]
+            calls = [call for call, _ in made] * max(repeat, 1)
+            found = check(calls[0]().transpose(1, 2)).result()
+            self.record_calls(who, stage, calls, suite.with_verdict(made[0][1], found), **more)
+        except Exception as error:
+            self.failed(who, stage, why_not(error), **more)
+        copies = made = calls = None
+        measure.free_memory()
+
+    def dense(self, deadline: float) -> None:
+        """Attention over all keys."""
+        size = sum(x.numel() * x.element_size() for x in (self.key, self.value))
+        for who, backend in peers.backends("cudnn", "flash", elsewhere="sdpa").items():
+            make = partial(peers.dense, backend)
+            self.checked_peer(who, "dense", lambda q, k, v, _, make=make: make(q, k, v), deadline,  # type: ignore[misc]
+                              lambda out: self.checked(out, None, None, bias=False), cache_bytes=size)
+
+    def ours(self) -> None:
+        self.step(self.case.window)
+
+    def peers(self, deadline: float, flex: bool) -> None:
+        self.dense(deadline)
+
+
+class Serving(Benchmark):
+    """Batches of long histories: the cache's step against attention over all keys."""
+
+    def ours(self) -> None:
+        self.step(self.case.window // 2)
+        self.step(self.case.window)
+
+
+class TooLarge(Serving):
+    """A case whose history does not fit: nothing is drawn or measured."""
+
+    def __init__(self, case: Case):
+        self.case, self.rows, self.checks = case, [], {}
+        self.failed("sdpa", "dense", "keys and values of the history do not fit into memory")
+
+    def prepare(self, *_: Any, **__: Any) -> None:
+        pass
+
+    ours = peers = prepare
+
+
+class Original(Benchmark):
+    """The rows of the original package's table, with the same mask made in every way."""
+
+    cold = True
+
+    def ours(self) -> None:
+        super().ours()
+        w = self.case.window
+
+        def stateless(q: Any, k: Any, v: Any, scores: Any, **more: Any) -> Any:
+            return dma.dynamic_mask_attention(q, k, v, scores, window=w, **more)
+
+        def prepared(q: Any, k: Any, v: Any, scores: Any, **more: Any) -> Any:
+            mask = dma.IntervalMask.top_w(scores, window=w)
+            return partial(dma.attention, q, k, v, mask=mask, bias=scores, **more)
+
+        for name, (out, lse) in (("stateless", stateless(*self.inputs, return_lse=True)),
+                                 ("prepared", prepared(*self.inputs, return_lse=True)())):
+            self.checks[name] = self.checked(out, lse, w).result()
+        copies = self.copies()
+        self.record_calls("cupy_dma", "stateless", [partial(stateless, *inputs) for inputs in copies])
+        self.host("cupy_dma", "stateless eager", partial(stateless, *self.inputs), "eager")
+        self.record_calls("cupy_dma", "prepared", [prepared(*inputs) for inputs in copies])
+        self.rows[-1]["note"] = "interval mask made beforehand"
+        measure.free_memory()
+
+    def peers(self, deadline: float, flex: bool) -> None:
+        case, group = self.case, self.case.heads // self.case.kv_heads
+
+        def mask_of(q: Any, scores: Any) -> Any:
+            return peers.dense_mask(scores, 1, case.window, q.dtype, group)
+
+        if flex:
+            self.flex(deadline)
+            return
+        self.dense(deadline)
+        if time.monotonic() < deadline:
+            added = mask_of(self.query, self.scores)[0, ::group, 0]  # (Hkv, n), rounded as the peer's
+
+            def check(out: Any) -> Any:
+                found, kept = TokenCheck(), [row.nonzero()[:, 0] for row in added > float("-inf")]
+                found.wrong_keys = sum(len(keys) != min(case.window, case.key_length) for keys in kept)
+                found.compare(out[0, 0], None, self.query[0, 0], self.key[0], self.value[0], added, kept)
+                return found
+
+            def given(q: Any, k: Any, v: Any, scores: Any) -> Any:
+                mask = mask_of(q, scores)
+                return peers.masked(q, k, v, lambda: mask)
+
+            self.checked_peer("masked", "attention", given, deadline, check)
+            self.checked_peer("masked+build", "attention", lambda q, k, v, scores: peers.masked(
+                q, k, v, lambda: mask_of(q, scores)), deadline, check)
+
+    def flex(self, deadline: float) -> None:
+        """FlexAttention with the interval mask as block mask; compiled where there is a GPU."""
+        mask = dma.IntervalMask.top_w(self.scores, window=self.case.window)
+        start, stop = (x.expand(self.scores.shape).contiguous() for x in (mask.start, mask.stop))
+        # One set of arrays: a copy would be compiled anew.
+        self.checked_peer("flex", "attention", lambda q, k, v, scores: peers.flex(
+            q, k, v, start, stop, scores, compiled=measure.on_gpu()), deadline,
+            lambda out: self.checked(out, None, self.case.window), repeat=8)
+
 
 FREE_SHARE = 0.8  # of the free memory that a history may fill
 COPY_BYTES = 2 * 2**30
@@ -63,8 +299,6 @@ def cases(which: str, quick: bool = False) -> list[Case]:
 
 
 def benchmark(case: Case) -> Benchmark:
-    from benchmarks.harness import measure
-
     size = 4 * case.batch * case.key_length * case.kv_heads * case.head_dim  # keys and values in bfloat16
     if size > FREE_SHARE * measure.free_bytes():
         return TooLarge(case)
@@ -73,10 +307,6 @@ def benchmark(case: Case) -> Benchmark:
 
 def machine_limits() -> dict[str, Any]:
     """What bounds a step here: the copy bandwidth (bytes read and written, TB/s) and an empty graph's replay (us)."""
-    import torch
-
-    from benchmarks.harness import measure
-
     device, size = ("cuda", COPY_BYTES) if measure.on_gpu() else ("cpu", 2**20)
     source = torch.randint(0, 256, (size,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -91,8 +321,5 @@ def machine_limits() -> dict[str, Any]:
     return limits
 
 
-SUITE = suite.Suite(__doc__ or "", cases, benchmark, render_decode.DECODE, seconds=100, extra=machine_limits)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    return suite.main(SUITE, arguments)
+SUITE = suite.Suite(__doc__, cases, benchmark, REPORTS["decode"], seconds=100, extra=machine_limits)
+add_options, run = SUITE.add_options, SUITE.run

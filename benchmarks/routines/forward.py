@@ -1,19 +1,11 @@
 """Forward pass: this library, dense attention, and the other ways to do the same masked attention, in one run.
 
-    python -m benchmarks forward                       everything, below five minutes on an H200
-    python -m benchmarks forward --set model --quick
-    python -m benchmarks forward --table                         print the table from the results
-    python -m benchmarks forward --update-docs                   put it into docs/performance.md
-
 Inputs: bfloat16, query, key, value and dt_proj independent normal numbers (torch.manual_seed of a number made from the
-case), A = 0.1, so scores are independent and identically distributed. Timing, L2 policy, medians, host time and peak
-memory: see measure.py. Peers that find no time within ``--seconds`` are left out and listed as such; the library's
-own rows are always measured.
+case), A = 0.1, so scores are independent and identically distributed.
 
 Sets. ``table``, the original package's (B1 H2/1 D64): "train" N = 256 ... 32768 with w = 1024, "window" w = 32 ...
 32768 at N = 32768 (and 256 at N = 1024), "infer" one query against 256 ... 524288 keys, w = 1024. ``model``: 16 or 32
-heads over 8, D 64 and 128, N = 4096 ... 1048576, w 1024 and 2048. ``smoke``: tiny, runs without a GPU, for trying the
-script.
+heads over 8, D 64 and 128, N = 4096 ... 1048576, w 1024 and 2048.
 
 Stages. key_scores; selection (IntervalMask.top_w); attention (mask and key lists prepared); lists+attention (mask
 prepared, its cache emptied before the capture), lists = the difference; total = dynamic_mask_attention from dt_proj and
@@ -27,7 +19,7 @@ Throughput: effective = dense causal operations / time; needed = operations of t
 
 Check: rows of every case (first, last, random) are compared with a float64 computation of the definition under the rule
 "at most twice the error of the plain same-precision computation plus one rounding of the output"; the mask must equal
-the exact selection in those rows. If any check fails the run exits with 1 and leaves the recorded results alone.
+the exact selection in those rows.
 """
 from __future__ import annotations
 
@@ -36,24 +28,26 @@ import time
 from dataclasses import asdict
 from typing import Any, ClassVar
 
-from benchmarks.harness import render, suite
+import numpy as np
+import torch
+
+import cupy_dma as dma
+from benchmarks.harness import measure, peers, suite
+from benchmarks.harness.pages import REPORTS
 from benchmarks.harness.suite import Case, cases
+from cupy_dma.arrays import library_named, numpy_dtype
+from cupy_dma.cli.exact_rows import check_rows
 
 
 class OnDevice:
     """A torch tensor that hands out single slices as NumPy arrays: all that the row check reads."""
 
     def __init__(self, tensor: Any):
-        from cupy_dma.arrays import library_named, numpy_dtype
-
         self.tensor, self.shape = tensor, tuple(tensor.shape)
         self.dtype = numpy_dtype(str(tensor.dtype).removeprefix("torch."))
         self._library = library_named("torch")
 
     def __getitem__(self, index: Any) -> Any:
-        import numpy as np
-        import torch
-
         if isinstance(index, tuple):
             index = tuple(torch.from_numpy(i).to(self.tensor.device) if isinstance(i, np.ndarray) else i for i in index)
         return self._library.to_numpy(self.tensor[index])
@@ -65,8 +59,6 @@ class Benchmark(suite.Benchmark):
     flops: ClassVar = {"attention": 4, "lists+attention": 4, "total": 4}
 
     def ours(self) -> None:
-        import cupy_dma as dma
-
         case, q, k, v = self.case, self.query, self.key, self.value
 
         def attend() -> Any:
@@ -90,11 +82,6 @@ class Benchmark(suite.Benchmark):
 
     def check(self) -> dict[str, Any]:
         """Sampled rows against float64; see cupy_dma/cli/exact_rows.py."""
-        import numpy as np
-
-        import cupy_dma as dma
-        from cupy_dma.cli.exact_rows import check_rows
-
         case = self.case
         out, lse = dma.attention(self.query, self.key, self.value, mask=self.mask, bias=self.scores, return_lse=True)
         n = case.query_length
@@ -110,11 +97,6 @@ class Benchmark(suite.Benchmark):
         return {**asdict(found), "total_equals_stages": same, "ok": found.ok and same}
 
     def peers(self, deadline: float, flex: bool) -> None:
-        import torch
-        from torch.nn.attention import SDPBackend
-
-        from benchmarks.harness import measure, peers
-
         case, q, k, v = self.case, self.query, self.key, self.value
         group = case.heads // case.kv_heads
 
@@ -127,10 +109,7 @@ class Benchmark(suite.Benchmark):
                 one("flex", lambda: peers.flex(q, k, v, start, stop, self.scores))
             return
         if case.set != "window" and case.key_length <= 2**19:
-            backends = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
-            if not measure.on_gpu():
-                backends = {"dense": None}
-            for who, backend in backends.items():
+            for who, backend in peers.backends("cudnn", "flash").items():
                 if who == "flash" and case.causal_pairs > 2e11:
                     continue
                 one(who, functools.partial(peers.dense, backend, q, k, v))
@@ -146,28 +125,18 @@ class Benchmark(suite.Benchmark):
 
 def host_times() -> dict[str, float]:
     """Host microseconds per call at N = 1024, H2/1, D64: the prepared call and the whole chain."""
-    import cupy_dma as dma
-    from benchmarks.harness import measure
-
     bench = Benchmark(Case("host", 2, 1, 64, 1024, 1024, 256))
     scores = dma.key_scores(bench.value, bench.dt_proj, bench.A)
     mask = dma.IntervalMask.top_w(scores, window=256)
     q, k, v = bench.query, bench.key, bench.value
-    calls = 100 if measure.on_gpu() else 2
-    return {
-        "attention, mask and lists prepared":
-            measure.host_us(lambda: dma.attention(q, k, v, mask=mask, bias=scores), calls),
-        "from scores: selection, lists, attention":
-            measure.host_us(lambda: dma.dynamic_mask_attention(q, k, v, scores, window=256), calls),
+    calls: dict[str, Any] = {
+        "attention, mask and lists prepared": lambda: dma.attention(q, k, v, mask=mask, bias=scores),
+        "from scores: selection, lists, attention": lambda: dma.dynamic_mask_attention(q, k, v, scores, window=256),
         "from values: scores, selection, lists, attention":
-            measure.host_us(lambda: dma.dynamic_mask_attention(q, k, v, dt_proj=bench.dt_proj, A=bench.A, window=256),
-                            calls),
-    }
+            lambda: dma.dynamic_mask_attention(q, k, v, dt_proj=bench.dt_proj, A=bench.A, window=256)}
+    return {name: measure.host_us(call, 100 if measure.on_gpu() else 2) for name, call in calls.items()}
 
 
-SUITE = suite.Suite(__doc__ or "", cases, Benchmark, render.FORWARD, seconds=240,
+SUITE = suite.Suite(__doc__, cases, Benchmark, REPORTS["forward"], seconds=240,
                      extra=lambda: {"host_us": host_times()})
-
-
-def main(arguments: list[str] | None = None) -> int:
-    return suite.main(SUITE, arguments)
+add_options, run = SUITE.add_options, SUITE.run

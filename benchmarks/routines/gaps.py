@@ -1,8 +1,5 @@
 """Does a GPU wait for Python inside a training step? Pauses between kernels, eager and compiled into CUDA graphs.
 
-    python -m benchmarks gaps                            everything; a few minutes
-    python -m benchmarks gaps --length 128 --model tiny  anywhere, for trying the script: without a GPU nothing is timed
-
 A step is the forward and ``torch.autograd.grad`` of the output, one sequence of 1024 tokens, bfloat16: of the attention
 alone, 16/8 heads, D 128 (``DynamicMaskAttention``), and of the four layers of width 2048 of which it is a part
 (harness/decoder.py, without embedding and loss). w = 512, where keys are selected and listed, and w = 1024, where every
@@ -23,16 +20,17 @@ Results: ``gaps.json`` in the folder of the GPU.
 """
 from __future__ import annotations
 
+import argparse
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from benchmarks.harness.suite import add_record_options, parser_of, write_record
-from benchmarks.routines.training import models
+import torch
 
-if TYPE_CHECKING:
-    from benchmarks.harness.decoder import Sizes
+from benchmarks.harness import decoder, measure
+from benchmarks.harness.command import write_record
+from benchmarks.harness.decoder import Sizes
 
 WARM_UP, STEPS = 5, 30
 NEAR = 0.1
@@ -63,8 +61,6 @@ def pauses(events: list[tuple[str, float, float]], steps: int) -> dict[str, Any]
 
 def captured(run: Callable[[], tuple[Any, ...]]) -> Callable[[], tuple[Any, ...]]:
     """``run`` as the replay of a CUDA graph; its results are overwritten by the next call."""
-    from benchmarks.harness import measure
-
     results: list[Any] = []
 
     def keep() -> None:
@@ -82,10 +78,6 @@ def captured(run: Callable[[], tuple[Any, ...]]) -> Callable[[], tuple[Any, ...]
 
 def steps_of(module: Any, inputs: list[Any], dout: Any) -> dict[str, Callable[[], tuple[Any, ...]]]:
     """A step in each mode that there is here."""
-    import torch
-
-    from benchmarks.harness import decoder, measure
-
     wanted = [*inputs, *module.parameters()]
 
     def step(call: Callable[..., Any]) -> Callable[[], tuple[Any, ...]]:
@@ -121,16 +113,10 @@ def checked(steps: dict[str, Callable[[], Any]], near: int) -> None:
 
 def times(run: Callable[[], Any], with_kernels: bool) -> dict[str, Any]:
     """The pauses of ``STEPS`` steps, and the kernels of the last one; nothing without a GPU."""
-    from benchmarks.harness import measure
-
     if not measure.on_gpu():
         return {}
 
-    def queue() -> None:
-        for _ in range(STEPS):
-            run()
-
-    events = measure.gpu_events(queue)
+    events = measure.gpu_events(lambda: [run() for _ in range(STEPS)])
     found = pauses(events, STEPS)
     if with_kernels:
         found["kernels"] = [[name[:60], round(end - begin, 1)] for name, begin, end in events[-found["launches"]:]]
@@ -138,10 +124,6 @@ def times(run: Callable[[], Any], with_kernels: bool) -> dict[str, Any]:
 
 
 def measured(part: str, peer: str, sizes: Sizes, length: int, device: str) -> list[dict[str, Any]]:
-    import torch
-
-    from benchmarks.harness import decoder
-
     torch.compiler.reset()
     with decoder.decoder(sizes, peer, compiled=False, checkpoint=False, device=device,
                          dtype=torch.bfloat16) as (made, note):
@@ -170,15 +152,13 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    options = parser_of(__name__, __doc__)
+def add_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--length", type=int, default=1024, help="tokens (default: %(default)s)")
-    options.add_argument("--model", choices=list(models()), default="1.7b", help="whose sizes (default: %(default)s)")
-    add_record_options(options)
-    args = options.parse_args(arguments)
-    from benchmarks.harness import measure
+    options.add_argument("--model", choices=decoder.MODELS, default="1.7b", help="whose sizes (default: %(default)s)")
 
-    device, sizes = "cuda" if measure.on_gpu() else "cpu", models()[args.model]
+
+def run(args: argparse.Namespace) -> int:
+    device, sizes = "cuda" if measure.on_gpu() else "cpu", decoder.MODELS[args.model]
     peers = ("dma", args.length // 2), ("dma", args.length), ("sdpa", args.length)
     rows = [row for part in PARTS for peer, window in peers
             for row in measured(part, peer, replace(sizes, window=window), args.length, device)]

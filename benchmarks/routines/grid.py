@@ -1,8 +1,5 @@
 """Forward, and forward and backward, from given scores beside dense attention, over a grid of shapes.
 
-    python -m benchmarks grid                       everything, about four minutes on an H100
-    python -m benchmarks grid --heads 16/8 --length 2048
-
 Grid: bfloat16, 2/1 to 32/8 heads, D 64 and 128, N 256 to 32768, w 64 to N, batch 1, 4 and 16, as far as a batch has at
 most 65536 tokens. Scores are independent, lists are made anew in each call. Ours: dynamic_mask_attention, alone and
 with torch.autograd.grad for query, key, value and scores. Dense: causal scaled_dot_product_attention of the same
@@ -11,18 +8,28 @@ tensors, by cuDNN and by FlashAttention; the faster one counts.
 Wanted: at least 0.95 times dense attention's speed where it takes more than 150 us; else at most 40 us more, with the
 backward pass 80 us more.
 
-Timing: see harness/measure.py. Check: gradients of the first batch entry against float64 for sampled queries and keys,
-as in backward.py; the other entries are those of a call with this entry alone.
+Check: gradients of the first batch entry against float64 for sampled queries and keys, as in backward.py; the other
+entries are those of a call with this entry alone.
 
 Results: ``grid.json`` in the folder of the GPU; those of a part of the grid are only printed.
 """
 from __future__ import annotations
 
+import argparse
 import functools
 from typing import Any, NamedTuple
 
-from benchmarks.harness.suite import Case, add_record_options, parser_of, write_record
+import torch
+from tqdm import tqdm
+
+import cupy_dma as dma
+from benchmarks.harness import measure, peers
+from benchmarks.harness.check import check_interval_gradients
+from benchmarks.harness.command import Refused, write_record
+from benchmarks.harness.peers import forward_backward
+from benchmarks.harness.suite import Case
 from benchmarks.routines import backward
+from cupy_dma.backward import AttentionGradients
 
 HEADS = ((2, 1, 64), (6, 3, 128), (16, 8, 64), (16, 8, 128), (32, 8, 128))
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 32768)
@@ -66,26 +73,14 @@ class Benchmark(backward.Benchmark):
     """The calls of one case."""
 
     def forward(self) -> Any:
-        import torch
-
-        import cupy_dma as dma
-
         with torch.no_grad():
             return dma.dynamic_mask_attention(self.query, self.key, self.value, self.scores, window=self.case.window)
 
     def both(self, entry: slice = slice(None)) -> Any:
-        import cupy_dma as dma
-        from benchmarks.harness.peers import forward_backward
-
         return forward_backward(functools.partial(dma.dynamic_mask_attention, window=self.case.window),
                                 [x[entry] for x in (self.query, self.key, self.value, self.scores)], self.dout[entry])
 
     def right(self) -> bool:
-        import torch
-
-        from benchmarks.harness.check import check_interval_gradients
-        from cupy_dma.backward import AttentionGradients
-
         found = self.both()
         first = AttentionGradients(*(x[:1] for x in found))
         inputs = (x[:1] for x in (self.dout, self.query, self.key, self.value, self.out, self.lse, self.scores))
@@ -98,14 +93,9 @@ class Benchmark(backward.Benchmark):
 
 
 def dense_ms(bench: Benchmark) -> dict[str, float]:
-    from torch.nn.attention import SDPBackend
-
-    from benchmarks.harness import measure, peers
-
     tensors = bench.query, bench.key, bench.value
-    backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION] if measure.on_gpu() else [None]
     found: dict[str, list[float]] = {"forward": [], "both": []}
-    for backend in backends:
+    for backend in peers.backends("cudnn", "flash").values():
         calls = {"forward": peers.dense(backend, *tensors),
                  "both": peers.dense_backward(backend, *tensors, bench.dout, forward=True)}
         for stage, (call, _) in calls.items():
@@ -115,10 +105,6 @@ def dense_ms(bench: Benchmark) -> dict[str, float]:
 
 def measured(chosen: list[Case]) -> tuple[list[Row], list[str]]:
     """Rows, and the names of the cases that were wrong."""
-    from tqdm import tqdm
-
-    from benchmarks.harness import measure
-
     rows: list[Row] = []
     wrong = []
     dense: dict[Any, dict[str, float]] = {}
@@ -149,15 +135,15 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    options = parser_of(__name__, __doc__)
+def add_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--heads", default="", help="only these heads, such as 16/8")
     options.add_argument("--length", type=int, default=0, help="only this length")
-    add_record_options(options)
-    args = options.parse_args(arguments)
+
+
+def run(args: argparse.Namespace) -> int:
     chosen = cases(args.heads, args.length)
     if not chosen:
-        options.error(f"--heads must be of {', '.join(f'{h}/{g}' for h, g, _ in HEADS)} and --length of "
+        raise Refused(f"--heads must be of {', '.join(f'{h}/{g}' for h, g, _ in HEADS)} and --length of "
                       f"{', '.join(map(str, LENGTHS))}, got {args.heads!r} and {args.length}")
     rows, wrong = measured(chosen)
     print(table(rows))

@@ -1,8 +1,5 @@
 """Host time of a training step of one attention layer, beside scaled_dot_product_attention's in the same process.
 
-    python -m benchmarks host
-    python -m benchmarks host --quick      fewer rounds, nothing recorded
-
 Small inputs (B1, 512 tokens, 4 heads over 2, D 64, w = 128, bfloat16), so that the GPU is not what takes the time. Each
 row is a call, or a call and ``torch.autograd.grad`` of its output, queued ``CALLS`` times without waiting; rows take
 turns, and the fastest of ``ROUNDS`` rounds counts, for a shared host has phases in which everything takes half as long
@@ -18,10 +15,17 @@ Results: ``host.json`` in the folder of the GPU.
 """
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.harness.suite import add_record_options, parser_of, write_record
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+import cupy_dma as dma
+from benchmarks.harness import measure
+from benchmarks.harness.command import write_record
+from cupy_dma.torch import DynamicMaskAttention
 
 LENGTH, HEADS, KV_HEADS, HEAD_DIM, WINDOW = 512, 4, 2, 64, 128
 ROUNDS, CALLS = 20, 30
@@ -29,12 +33,6 @@ ROUNDS, CALLS = 20, 30
 
 def calls(device: str) -> dict[str, Callable[[], Any]]:
     """What is measured, by name."""
-    import torch
-    from torch.nn.functional import scaled_dot_product_attention
-
-    import cupy_dma as dma
-    from cupy_dma.torch import DynamicMaskAttention
-
     torch.manual_seed(0)
 
     def normal(heads: int) -> Any:
@@ -116,16 +114,12 @@ def check(found: dict[str, Callable[[], Any]]) -> None:
 
 def by_turns(found: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
     """Microseconds a call, of the fastest round."""
-    from benchmarks.harness import measure
-
     turns = [{name: measure.host_us(call, CALLS, rounds=1) for name, call in found.items()} for _ in range(rounds)]
     return {name: min(turn[name] for turn in turns) for name in found}
 
 
 def on_gpu(call: Callable[[], Any]) -> dict[str, Any]:
     """Launches and GPU microseconds of one call, kernel by kernel."""
-    from benchmarks.harness import measure
-
     if not measure.on_gpu():
         return {}
     kernels = [[name[:60], round(end - begin, 1)] for name, begin, end in measure.gpu_events(call)]
@@ -140,15 +134,11 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    options = parser_of(__name__, __doc__)
+def add_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--quick", action="store_true", help="fewer rounds, nothing recorded")
-    add_record_options(options)
-    args = options.parse_args(arguments)
-    import torch
 
-    from benchmarks.harness import measure
 
+def run(args: argparse.Namespace) -> int:
     # Which peer: the switch is global, for a context manager around each call would cost as much as the call.
     if measure.on_gpu():
         torch.backends.cuda.enable_cudnn_sdp(False)

@@ -1,9 +1,5 @@
 """Interval masks without a known bound: what they cost beside the pairs that they keep.
 
-    python -m benchmarks intervals                       everything, about 4 minutes on an H100
-    python -m benchmarks intervals --table                       print the table from the results
-    python -m benchmarks intervals --update-docs                 put it into docs/performance.md
-
 Such masks come from gates that a model has learned, from evictions that a cache has recorded, or from a user's own
 arrays (``IntervalMask.from_stop``, ``from_gate``, ``IntervalMask(start, stop)``).
 
@@ -32,9 +28,16 @@ import functools
 from dataclasses import asdict
 from typing import Any, ClassVar
 
-from benchmarks.harness import render_intervals, suite
+import numpy as np
+import torch
+
+import cupy_dma as dma
+from benchmarks.harness import suite
+from benchmarks.harness.check import check_interval_gradients
+from benchmarks.harness.pages import REPORTS
 from benchmarks.harness.suite import Case
 from benchmarks.routines import backward
+from cupy_dma.backward import attention_backward
 
 WINDOW = 512
 CLOSED = -20.0  # the logarithm of a gate that is closed
@@ -59,8 +62,6 @@ def h2o_stops(heads: int, length: int, budget: int) -> Any:
     over synthetic attention, 8192 tokens at a time. All queries of a head lean towards one direction, so that some keys
     are heavy hitters. Each text begins with an empty cache and ends with all its keys, so at most ``budget`` keys are
     alive at a time; three in four die as soon as they are no longer recent, ``budget / 2`` positions behind."""
-    import numpy as np
-
     from examples.eviction import generate, h2o
 
     rng, text, size = np.random.default_rng(0), min(length, 8192), 32
@@ -91,13 +92,9 @@ class Benchmark(backward.Benchmark):
 
     def drawn(self) -> Any:
         """A number in [0, 1) for each key of each kv head."""
-        import torch
-
         return torch.rand((self.case.kv_heads, self.case.key_length), generator=self._generator, device=self._device)
 
     def score(self) -> Any:
-        import torch
-
         if not self.is_gated:
             return super().score()
         return torch.where(self.drawn() < self.share, -0.1 * self.drawn(), CLOSED * (1 + self.drawn()))[None]
@@ -108,10 +105,6 @@ class Benchmark(backward.Benchmark):
         return 1 / int(self.case.pattern.partition("/")[2])
 
     def select(self) -> Any:
-        import torch
-
-        import cupy_dma as dma
-
         case = self.case
         if case.pattern == "top-w, bound":
             return dma.IntervalMask.top_w(self.scores, case.window)
@@ -143,13 +136,9 @@ class Benchmark(backward.Benchmark):
             self.case.kv_heads)
 
     def attend(self) -> Any:
-        import cupy_dma as dma
-
         return dma.attention(self.query, self.key, self.value, **self.options, return_lse=True)
 
     def both(self) -> Any:
-        from cupy_dma.backward import attention_backward
-
         out, lse = self.attend()
         return attention_backward(self.dout, self.query, self.key, self.value, out, lse, **self.options)
 
@@ -163,8 +152,6 @@ class Benchmark(backward.Benchmark):
         self.record("cupy_dma", "forward+backward", self.both, self.forget_lists)
 
     def check(self) -> dict[str, Any]:
-        from benchmarks.harness.check import check_interval_gradients
-
         self.forget_lists()
         found = check_interval_gradients(self.backward(), self.dout, self.query, self.key, self.value, self.out,
                                          self.lse, self.scores, *self.intervals(), seed=self.case.seed,
@@ -178,8 +165,5 @@ class Benchmark(backward.Benchmark):
             super().peers(deadline, flex)
 
 
-SUITE = suite.Suite(__doc__ or "", cases, Benchmark, render_intervals.INTERVALS, seconds=220, sets=("all", "smoke"))
-
-
-def main(arguments: list[str] | None = None) -> int:
-    return suite.main(SUITE, arguments)
+SUITE = suite.Suite(__doc__, cases, Benchmark, REPORTS["intervals"], seconds=220, sets=("all", "smoke"))
+add_options, run = SUITE.add_options, SUITE.run

@@ -1,9 +1,5 @@
 """A jitted call of cupy_dma.jax: what it costs the host, and a training step of one layer beside torch's.
 
-    python -m benchmarks jax_steps                    everything
-    python -m benchmarks jax_steps --size tiny        anywhere, for trying the script
-    python -m benchmarks jax_steps --update-docs      put the table into docs/jax.md
-
 host: dynamic_mask_attention from given scores (B2, 256 tokens, 4/2 heads, D 64, w 50), so small that the host is what
 takes the time: wall time of ``CALLS`` jitted calls that are queued without waiting, by their number, the fastest and
 the median of ``ROUNDS`` rounds; beside it jit of ``query + 1``.
@@ -12,37 +8,41 @@ step: dynamic_mask_attention from values (B1, 32768 tokens, 16/8 heads, D 128, w
 value, dt_proj and A, jitted, and the same in torch, in one process, by turns; wall time of as many queued steps as take
 a tenth of a second or more, the median of ``ROUNDS`` rounds.
 
-Check: outputs and gradients of both agree in relative norm within ``NEAR``. If they do not, the run exits with 1 and
-leaves the recorded results alone.
+Check: outputs and gradients of both agree in relative norm within ``NEAR``.
 
 Results: ``jax_steps.json`` in the folder of the GPU.
 """
 from __future__ import annotations
 
-import json
+import argparse
 import os
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import torch
+
+import cupy_dma as dma
+from benchmarks.harness.command import finished, write_record
+from benchmarks.harness.pages import REPORTS
+
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch is in this process, too
 
-from benchmarks.harness import render
-from benchmarks.harness.folders import ROOT, read
-from benchmarks.harness.suite import add_record_options, parser_of, write_record
+import jax
+import jax.numpy as jnp
+
+import cupy_dma.jax as dj
 
 CALLS, ROUNDS, NEAR = 50, 20, 0.02
 SIZES = {"layer": {"length": 32768, "heads": 16, "kv_heads": 8, "head_dim": 128, "window": 1024},
          "tiny": {"length": 128, "heads": 4, "kv_heads": 2, "head_dim": 16, "window": 32}}
 NAMES = ("out", "query", "key", "value", "dt_proj", "A")
-DOCS = ROOT / "docs" / "jax.md"
 
 
 def host_us(step: Callable[..., Any], arguments: Any) -> dict[str, float]:
     """Of one call: the fastest and the median round."""
-    import jax
-
     jax.block_until_ready(step(*arguments))
     found = []
     for _ in range(ROUNDS):
@@ -55,12 +55,6 @@ def host_us(step: Callable[..., Any], arguments: Any) -> dict[str, float]:
 
 
 def host() -> list[dict[str, Any]]:
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-
-    import cupy_dma.jax as dj
-
     rng = np.random.default_rng(0)
     rows = [jnp.asarray(rng.standard_normal((2, 256, heads, 64)), jnp.bfloat16) for heads in (4, 2, 2)]
     scores = jnp.asarray(rng.standard_normal((2, 2, 256)), jnp.float32)
@@ -72,14 +66,6 @@ def host() -> list[dict[str, Any]]:
 
 def steps(size: dict[str, int]) -> tuple[dict[str, Callable[[], Any]], dict[str, Callable[[Any], None]]]:
     """A training step in jax and in torch on the same numbers, each giving ``NAMES``, and how to wait for it."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    import torch
-
-    import cupy_dma as dma
-    import cupy_dma.jax as dj
-
     rng = np.random.default_rng(0)
     length, heads, kv_heads, head_dim, window = size.values()
     drawn = [rng.standard_normal((1, length, h, head_dim), np.float32) for h in (heads, kv_heads, kv_heads, heads)]
@@ -112,8 +98,6 @@ def steps(size: dict[str, int]) -> tuple[dict[str, Callable[[], Any]], dict[str,
 
 
 def training(size: dict[str, int]) -> list[dict[str, Any]]:
-    import numpy as np
-
     calls, waits = steps(size)
     found: dict[str, list[float]] = {name: [] for name in calls}
     results = {}
@@ -139,40 +123,13 @@ def training(size: dict[str, int]) -> list[dict[str, Any]]:
             for name, times in found.items()]
 
 
-def table(result: dict[str, Any]) -> str:
-    rows = {row["name"]: row for row in result["rows"]}
-    ours, theirs = rows["jax"], rows["torch"]
-    host = rows["jit(dynamic_mask_attention)"], rows["jit(query + 1)"]
-    size, versions = result["size"], result["versions"]
-    shape = (f"{size['length']} tokens, {size['heads']}/{size['kv_heads']} heads, D {size['head_dim']}, "
-             f"w {size['window']}")
-    return "\n".join([
-        "| | |", "|---|--:|",
-        f"| training step of one layer, {shape}: jax | {ours['ms']:.2f} ms |",
-        f"| the same in torch | {theirs['ms']:.2f} ms ({ours['ms'] / theirs['ms']:.2f} times) |",
-        f"| host time of a warm jitted call, 256 tokens | {host[0]['median_us']:.0f} us |",
-        f"| of `jit(query + 1)` | {host[1]['median_us']:.0f} us |", "",
-        f"bfloat16, medians, one {result['device']}, jax {result['jax']}, torch {versions.get('torch')}, "
-        f"{result['date'][:10]}; `python -m benchmarks jax_steps`."])
-
-
-REPORT = render.Report("jax", "jax", table, table, ())
-
-
-def main(arguments: list[str] | None = None) -> int:
-    options = parser_of(__name__, __doc__)
+def add_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--size", choices=SIZES, default="layer")
-    options.add_argument("--update-docs", action="store_true", help="put the table into docs/jax.md")
-    add_record_options(options)
-    args = options.parse_args(arguments)
-    if args.update_docs:
-        REPORT.update(DOCS, read("jax_steps.json", args.out))
-        return 0
-    import jax
 
+
+def run(args: argparse.Namespace) -> int:
     rows = host() + training(SIZES[args.size])
     ok = max(rows[-1]["apart"].values()) <= NEAR
-    name = f"jax_steps{'' if ok else '.failed'}.json"
-    path = write_record(name, args, __doc__, size=SIZES[args.size], jax=jax.__version__, rows=rows)
-    print(f"{table(json.loads(path.read_text()))}\n{rows[-1]['apart']}")
-    return 0 if ok else 1
+    path = write_record("jax_steps.json", args, __doc__, ok, size=SIZES[args.size], jax=jax.__version__, rows=rows)
+    print(rows[-1]["apart"])
+    return finished(path, REPORTS["jax_steps"], ok)

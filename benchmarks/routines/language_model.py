@@ -1,11 +1,5 @@
 """Byte-level language models with a mask that prunes: loss by position, beside full attention and a sliding window.
 
-    python -m benchmarks language_model                             everything that is not recorded yet
-    python -m benchmarks language_model --part main --seconds 540   a piece of it; the same again goes on from there
-    python -m benchmarks language_model --size tiny                 in a minute on a CPU, for trying the script
-    python -m benchmarks language_model --show                      print the table of the recorded results
-    python -m benchmarks language_model --update-docs               put it into docs/evidence.md, draw the chart
-
 Text (harness/text.py): the topics of Python's ``help()`` and the sources of the standard library, some 28 MB of bytes;
 a tenth of the files is held out. It depends on the version of Python, so rows carry its checksum.
 
@@ -32,34 +26,26 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from benchmarks.harness import render_language
-from benchmarks.harness.folders import ROOT
-from benchmarks.harness.records import Clock, Row, Run, add_run_options, device_of, run_script
-from benchmarks.harness.render_evidence import named
-from benchmarks.harness.suite import parser_of
-
-if TYPE_CHECKING:
-    from benchmarks.harness.language import Task
-    from benchmarks.harness.small_models import Attention
-    from benchmarks.harness.text import Text
+from benchmarks.harness import language, text
+from benchmarks.harness.language import MODELS, Task
+from benchmarks.harness.pages_evidence import named
+from benchmarks.harness.records import Clock, Row, Run, add_run_options, device_of, run_all
+from benchmarks.harness.small_models import Attention
+from benchmarks.harness.text import Text
 
 PARTS = ("main", "rates", "windows", "long")
 TESTED = 64
 
 
 def task_of(size: str) -> Task:
-    from benchmarks.harness.language import Task
-
     return Task() if size == "full" else Task(length=128, tokens=128, steps=3, layers=2, width=16, heads=2, kv_heads=1,
                                               inner=16, grow=False)
 
 
 def within(w: int, recent: int = 0, sinks: int = 0, **options: Any) -> Attention:
     """Dynamic mask attention that sees ``w`` keys, recent ones and sinks among them."""
-    from benchmarks.harness.small_models import Attention
-
     return Attention("dynamic", w - recent - sinks, recent, sinks, **options)
 
 
@@ -69,8 +55,6 @@ def chosen(w: int, **options: Any) -> Attention:
 
 
 def grid(part: str, task: Task) -> Iterator[tuple[Task, Attention]]:
-    from benchmarks.harness.small_models import Attention
-
     w, fast = task.length // 8, replace(task, scores_rate=10.0)
     if part == "main":
         yield from ((task, Attention("full")), (task, Attention("window", w)))
@@ -92,8 +76,6 @@ def grid(part: str, task: Task) -> Iterator[tuple[Task, Attention]]:
 
 
 def train(task: Task, how: Attention, source: Text, device: str, args: argparse.Namespace, clock: Clock) -> list[Row]:
-    from benchmarks.harness import language
-
     found = language.train(task, how, source, device, args.compile, clock)
     language.save(args.models, task, how, found.models)
     rows = []
@@ -111,16 +93,16 @@ def train(task: Task, how: Attention, source: Text, device: str, args: argparse.
 
 def runs(args: argparse.Namespace) -> list[Run]:
     """The stacks of the chosen parts, each once."""
-    from benchmarks.harness import language, text
-
     source, device = text.standard_library(), device_of(args)
     chosen = dict.fromkeys(one for part in args.part or PARTS for one in grid(part, task_of(args.size)))
     return [Run(named(language.settings(*one)[0]), language.settings(*one),
                 lambda clock, one=one: train(*one, source, device, args, clock)) for one in chosen]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    options = parser_of(__name__, __doc__)
+def add_options(options: argparse.ArgumentParser) -> None:
     add_run_options(options, PARTS)
-    options.add_argument("--models", type=Path, default=ROOT / "build" / "evidence", help="folder of trained models")
-    return run_script(arguments, options, render_language.REPORT, __doc__, runs)
+    options.add_argument("--models", type=Path, default=MODELS, help="folder of trained models")
+
+
+def run(args: argparse.Namespace) -> int:
+    return run_all("language_model", args, __doc__, runs)

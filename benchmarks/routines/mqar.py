@@ -1,11 +1,5 @@
 """Multi-query associative recall: can a model learn which keys to keep, and what if it may keep too few?
 
-    python -m benchmarks mqar                           everything that is not recorded yet
-    python -m benchmarks mqar --part main --seconds 540 a piece of it; the same command again goes on from there
-    python -m benchmarks mqar --size tiny               in a minute on a CPU, for trying the script
-    python -m benchmarks mqar --show                    print the table of the recorded results
-    python -m benchmarks mqar --update-docs             put it into docs/evidence.md, draw the chart
-
 Task (harness/recall.py): pairs of a key and a value among random fillers in the first half of a sequence, every key
 once more in the second half; the model names its value. A model that keeps the row of each value, and it alone, needs
 as many keys as there are pairs.
@@ -46,16 +40,16 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from benchmarks.harness import render_mqar
-from benchmarks.harness.records import Clock, Row, Run, add_run_options, device_of, run_script
-from benchmarks.harness.render_evidence import named
-from benchmarks.harness.suite import parser_of
+import torch
+import torch.nn.functional as F
 
-if TYPE_CHECKING:
-    from benchmarks.harness.recall import Batch
-    from benchmarks.harness.small_models import Attention, Models
+from benchmarks.harness import measure
+from benchmarks.harness.pages_evidence import named
+from benchmarks.harness.recall import Batch, Recall
+from benchmarks.harness.records import Clock, Row, Run, add_run_options, device_of, run_all
+from benchmarks.harness.small_models import Adam, Attention, Models, Sizes, autocast
 
 RATES = (1e-3, 2e-3, 4e-3, 8e-3)
 SEEDS = (0, 1, 2)
@@ -88,8 +82,6 @@ TINY = Task(length=32, pairs=4, width=16, names=16, tokens=64, steps=4)
 
 def grid(part: str, task: Task) -> Iterator[tuple[Task, Attention, float]]:
     """What a part trains: a task, an attention, and how many times the learning rate ``A`` and ``dt_proj`` have."""
-    from benchmarks.harness.small_models import Attention
-
     def chosen(w: int, kind: str = "dynamic", **options: Any) -> tuple[Attention, float]:
         return Attention(kind, w, **options), 10.0
 
@@ -165,13 +157,6 @@ def answered(models: Models, batch: Batch) -> Any:
 
 def train(task: Task, how: Attention, scores_rate: float, device: str, compiled: bool, clock: Clock) -> list[Row]:
     """Train a stack; the rows of its models."""
-    import torch
-    import torch.nn.functional as F
-
-    from benchmarks.harness import measure
-    from benchmarks.harness.recall import Batch, Recall
-    from benchmarks.harness.small_models import Adam, Models, Sizes, autocast
-
     measure.free_memory()
     own = settings(task, how, scores_rate)
     recall = Recall(task.length, task.pairs, task.names)  # that is tested
@@ -234,8 +219,10 @@ def runs(args: argparse.Namespace) -> list[Run]:
             for one in chosen if not args.kind or one[1].kind in args.kind]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    options = parser_of(__name__, __doc__)
+def add_options(options: argparse.ArgumentParser) -> None:
     add_run_options(options, PARTS)
     options.add_argument("--kind", action="append", help="only these kinds of attention; may be repeated")
-    return run_script(arguments, options, render_mqar.REPORT, __doc__, runs)
+
+
+def run(args: argparse.Namespace) -> int:
+    return run_all("mqar", args, __doc__, runs)

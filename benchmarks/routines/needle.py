@@ -1,11 +1,5 @@
 """A needle in a long text: is it found, and if not, was its key dropped from the mask or only not read?
 
-    python -m benchmarks needle                         everything that is not recorded yet
-    python -m benchmarks needle --part text --seconds 540   a piece of it; the same again goes on from there
-    python -m benchmarks needle --size tiny             in a minute on a CPU, for trying the script
-    python -m benchmarks needle --show                  print the table of the recorded results
-    python -m benchmarks needle --update-docs           put it into docs/evidence.md, draw the chart
-
 A needle is a line ``# the code of wkzr is 40722`` at a depth of 0 to 1 of a context of 1 to 8 times the length of
 training, held-out text otherwise; the context ends with ``# the code of wkzr is``. Found: the five digits that follow
 are each the most probable byte. By chance that happens once in 100 000 times.
@@ -31,37 +25,30 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from benchmarks.harness import render_needle
-from benchmarks.harness.folders import ROOT
-from benchmarks.harness.records import Clock, Row, Run, add_run_options, device_of, run_script
-from benchmarks.harness.render_evidence import named
-from benchmarks.harness.suite import parser_of
+import torch
+from torch import Tensor
+
+from benchmarks.harness import language, text
+from benchmarks.harness.language import MODELS, Task
+from benchmarks.harness.pages_evidence import named
+from benchmarks.harness.records import Clock, Row, Run, add_run_options, device_of, run_all
+from benchmarks.harness.small_models import Attention, Models, autocast
+from benchmarks.harness.text import Text
 from benchmarks.routines.language_model import chosen, task_of, within
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from benchmarks.harness.language import Task
-    from benchmarks.harness.small_models import Attention, Models
-    from benchmarks.harness.text import Text
 
 PARTS = ("text", "trained")
 TIMES, DEPTHS, COUNT = (1, 2, 4, 8), (0.0, 0.25, 0.5, 0.75, 1.0), 16
 
 
 def attentions(task: Task) -> Iterator[tuple[Task, Attention]]:
-    from benchmarks.harness.small_models import Attention
-
     w, fast = task.length // 8, replace(task, scores_rate=10.0)
     yield from ((task, Attention("full")), (task, Attention("window", w)), (task, within(w)), (fast, within(w)),
                 (fast, chosen(w)))
 
 
 def settings(task: Task, how: Attention) -> list[dict[str, Any]]:
-    from benchmarks.harness import language
-
     return [{**own, "needles": COUNT, "times": list(TIMES), "depths": list(DEPTHS)}
             for own in language.settings(task, how)]
 
@@ -69,10 +56,6 @@ def settings(task: Task, how: Attention) -> list[dict[str, Any]]:
 def contexts(source: Text, length: int, depth: float, seed: int, count: int = COUNT) -> tuple[Tensor, int, int]:
     """``count`` contexts ``(count, length)`` that end before the second code, where the first code stands, and its
     bytes' number; the code is what follows: contexts are ``length + 5`` long."""
-    import torch
-
-    from benchmarks.harness import text
-
     generator = torch.Generator().manual_seed(seed)
     said = text.lines((count,), generator)
     end = text.CODE.start  # bytes of the line ahead of the code
@@ -87,18 +70,12 @@ def contexts(source: Text, length: int, depth: float, seed: int, count: int = CO
 def survival(models: Models, where: int, size: int, position: int, batch: int) -> list[Any]:
     """For each layer with a mask bool ``(batch, Hkv)``: all keys ``where`` to ``where + size`` are visible at
     ``position``."""
-    from benchmarks.harness import language
-
     return [(language.kept_until(layer.mask, batch)[..., where:where + size] > position).all(-1)
             for layer in models.layers if layer.mask is not None]
 
 
 def tested(models: Models, source: Text, length: int, depth: float, device: str) -> list[dict[str, Any]]:
     """Of each model: found, survived, both, of ``COUNT`` needles; and how many survived by layer and head."""
-    import torch
-
-    from benchmarks.harness.small_models import autocast
-
     count = len(models.seeds)
     hay, where, size = contexts(source, length, depth, seed=length + round(1000 * depth))
     right, kept = [], []
@@ -122,8 +99,6 @@ def tested(models: Models, source: Text, length: int, depth: float, device: str)
 
 
 def test(task: Task, how: Attention, source: Text, device: str, args: argparse.Namespace, clock: Clock) -> list[Row]:
-    from benchmarks.harness import language
-
     models = language.load(args.models, task, how, device)
     began = time.perf_counter()
     if models is None:
@@ -141,16 +116,16 @@ def test(task: Task, how: Attention, source: Text, device: str, args: argparse.N
 
 
 def runs(args: argparse.Namespace) -> list[Run]:
-    from benchmarks.harness import text
-
     source, device, task = text.standard_library(), device_of(args), task_of(args.size)
     found = [one for part in args.part or PARTS for one in attentions(replace(task, planted=part == "trained"))]
     return [Run(named(settings(own, how)[0]), settings(own, how),
                 lambda clock, one=(own, how): test(*one, source, device, args, clock)) for own, how in found]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    options = parser_of(__name__, __doc__)
+def add_options(options: argparse.ArgumentParser) -> None:
     add_run_options(options, PARTS)
-    options.add_argument("--models", type=Path, default=ROOT / "build" / "evidence", help="folder of trained models")
-    return run_script(arguments, options, render_needle.REPORT, __doc__, runs)
+    options.add_argument("--models", type=Path, default=MODELS, help="folder of trained models")
+
+
+def run(args: argparse.Namespace) -> int:
+    return run_all("needle", args, __doc__, runs)

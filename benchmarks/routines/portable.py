@@ -1,9 +1,5 @@
 """The portable kernels beside FlashAttention-2, on one Hopper GPU with the occupancy of other cards.
 
-    python -m benchmarks portable                       everything, about 2 minutes on an H100
-    python -m benchmarks portable --table                        print the table from the results
-    python -m benchmarks portable --update-docs                  put it into docs/performance.md
-
 Most GPUs run the portable kernels (kernels/sm80), as they run FlashAttention-2, which torch's flash backend is on a
 Hopper GPU too. Here both run on one: the library without its Hopper kernels (``Overrides``), and FlashAttention as it
 chooses its tiles on this card.
@@ -26,9 +22,13 @@ import functools
 from dataclasses import asdict
 from typing import Any
 
-from benchmarks.harness import render_portable, suite
+import cupy_dma as dma
+from benchmarks.harness import peers, suite
+from benchmarks.harness.check import check_interval_gradients
+from benchmarks.harness.pages import REPORTS
 from benchmarks.harness.suite import Case
 from benchmarks.routines import backward
+from cupy_dma.backends.cuda.runtime.program import overridden
 
 CARDS = {"own": None, "A100": 163 * 1024, "RTX": 99 * 1024}  # bytes of shared memory that a block may have
 
@@ -45,13 +45,9 @@ class Benchmark(backward.Benchmark):
     """All measurements of one case."""
 
     def attend(self) -> None:
-        import cupy_dma as dma
-
         self.out, self.lse = dma.attention(self.query, self.key, self.value, **self.options, return_lse=True)
 
     def ours(self) -> None:
-        from cupy_dma.backends.cuda.runtime.program import overridden
-
         for card, limit in CARDS.items():
             with overridden(hopper=False, shared_memory=limit):
                 self.forget_lists()
@@ -59,9 +55,6 @@ class Benchmark(backward.Benchmark):
                 self.record(card, "backward", self.backward)
 
     def check(self) -> dict[str, Any]:
-        from benchmarks.harness.check import check_interval_gradients
-        from cupy_dma.backends.cuda.runtime.program import overridden
-
         found = {}
         for card, limit in CARDS.items():
             self.forget_lists()
@@ -75,19 +68,12 @@ class Benchmark(backward.Benchmark):
                 **{card: asdict(x) for card, x in found.items()}}
 
     def peers(self, deadline: float, flex: bool) -> None:
-        from torch.nn.attention import SDPBackend
-
-        from benchmarks.harness import measure, peers
-
-        backend = SDPBackend.FLASH_ATTENTION if measure.on_gpu() else None
+        backend, = peers.backends("flash").values()
         self.peer("flash", functools.partial(peers.dense, backend, self.query, self.key, self.value), deadline,
                   "forward")
         self.peer("flash", functools.partial(peers.dense_backward, backend, self.query, self.key, self.value,
                                              self.dout), deadline, "backward")
 
 
-SUITE = suite.Suite(__doc__ or "", cases, Benchmark, render_portable.PORTABLE, seconds=300, sets=("all", "smoke"))
-
-
-def main(arguments: list[str] | None = None) -> int:
-    return suite.main(SUITE, arguments)
+SUITE = suite.Suite(__doc__, cases, Benchmark, REPORTS["portable"], seconds=300, sets=("all", "smoke"))
+add_options, run = SUITE.add_options, SUITE.run

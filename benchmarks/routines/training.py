@@ -1,13 +1,5 @@
 """Training steps of a decoder with dynamic mask attention, beside the same model with dense and with FlexAttention.
 
-    python -m benchmarks training                                        everything
-    python -m benchmarks training --quick                                a choice for little time
-    python -m benchmarks training --models 80m --lengths 32768,131072 --peers none,dma,sdpa --modes eager --add
-    python -m benchmarks training --models tiny --lengths 128,256 --device cpu     anywhere, for trying the script
-    python -m benchmarks training --show                                 print the table of the recorded results
-    python -m benchmarks training --update-docs                put it into docs/training.md, draw the chart, and what
-                                                               matters most of it into the README
-
 Models (harness/decoder.py). 80m: 12 layers of width 768, 6/3 heads, D 128, w = 1024, MLP of 1536, vocabulary 32768: the
 shape of the original paper's 80M model. 1.7b: 4 layers of a model of 1.7B parameters, width 2048, 16/8 heads, D 128,
 w = 1024, MLP of 6144. (89M and 268M parameters with the embedding.) tiny: for trying. Everything is bfloat16,
@@ -47,58 +39,28 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from benchmarks.harness import folders, render_training
-from benchmarks.harness.folders import ROOT, output, read
-from benchmarks.harness.suite import add_record_options, options_of, parser_of, write_record
+import torch
+from tqdm import tqdm
 
-if TYPE_CHECKING:
-    from benchmarks.harness.decoder import Sizes
+from benchmarks.harness import decoder, measure
+from benchmarks.harness.command import Refused, at_least_1, finished, listed, options_of, why_not, write_record
+from benchmarks.harness.decoder import Sizes
+from benchmarks.harness.folders import output
+from benchmarks.harness.measure import step_times
+from benchmarks.harness.pages import REPORTS
+from benchmarks.harness.pages_models import training_line
 
 LENGTHS = (2048, 8192, 32768, 131072)
 PEERS = ("none", "dma", "sdpa", "flex")
 MODES = ("eager", "compile", "checkpoint", "compile+checkpoint")
 WARM_UP = 2
 NEAR = 0.02  # nats
-DOCS, README = ROOT / "docs" / "training.md", ROOT / "README.md"
-
-
-def models() -> dict[str, Sizes]:
-    from benchmarks.harness.decoder import Sizes
-
-    return {"80m": Sizes(layers=12, width=768, heads=6, kv_heads=3, head_dim=128, inner=1536, window=1024),
-            "1.7b": Sizes(layers=4, width=2048, heads=16, kv_heads=8, head_dim=128, inner=6144, window=1024,
-                          learning_rate=5e-5),
-            "tiny": Sizes(layers=2, width=64, heads=4, kv_heads=2, head_dim=16, inner=128, window=32, vocabulary=256)}
-
-
-def step_times(step: Callable[[], Any], steps: int, device: str) -> list[float]:
-    """Milliseconds of each of ``steps`` calls, on a GPU between events in the stream, without waits."""
-    import torch
-
-    if not device.startswith("cuda"):
-        marks = [time.perf_counter()]
-        for _ in range(steps):
-            step()
-            marks.append(time.perf_counter())
-        return [1e3 * (b - a) for a, b in itertools.pairwise(marks)]
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
-    events[0].record()
-    for event in events[1:]:
-        step()
-        event.record()
-    torch.cuda.synchronize()
-    return [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
 
 
 def trained(sizes: Sizes, peer: str, mode: str, batch: int, length: int, steps: int, device: str) -> dict[str, Any]:
     """Train one peer for a few steps; its row."""
-    import torch
-
-    from benchmarks.harness import decoder
-
     options = {"compiled": mode.startswith("compile"), "checkpoint": mode.endswith("checkpoint")}
     on_gpu = device.startswith("cuda")
     with decoder.decoder(sizes, peer, device=device, dtype=torch.bfloat16, **options) as (model, note):
@@ -130,20 +92,13 @@ def trained(sizes: Sizes, peer: str, mode: str, batch: int, length: int, steps: 
 
 def row_of(sizes: Sizes, peer: str, mode: str, *rest: Any) -> dict[str, Any]:
     """The row of one peer, or why there is none."""
-    import torch
-
-    from benchmarks.harness import measure
-
     torch.compiler.reset()
     measure.free_memory()
     try:
         return trained(sizes, peer, mode, *rest)
     except Exception as error:  # a peer that cannot run is a result too
-        words = f"{type(error).__name__}: {error}"
-    # Only now is what the error's frames held free.
-    lines = [line for line in words.splitlines() if line.strip()]
-    return {"ms": None, "note": "out of memory" if "out of memory" in words.lower() or "OutOfMemory" in words
-            else lines[0][:200]}
+        note = why_not(error)  # what the frames of the error hold is free from here on
+    return {"ms": None, "note": note}
 
 
 def check(rows: list[dict[str, Any]], known: list[dict[str, Any]]) -> bool:
@@ -181,8 +136,6 @@ def key(row: dict[str, Any]) -> tuple[Any, ...]:
 
 def recorded(args: argparse.Namespace) -> list[dict[str, Any]]:
     """The rows to which those of this run are added: recorded on the same device, with the same versions and commit."""
-    from benchmarks.harness import measure
-
     path = output(args.out) / "training.json"
     if not (args.add and path.exists()):
         return []
@@ -203,13 +156,18 @@ def joined(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[st
 
 
 def run(args: argparse.Namespace) -> int:
-    from tqdm import tqdm
-
+    wrong = [n for n in args.lengths if n < 128 or n % 128]
+    if wrong:
+        raise Refused(f"--lengths must be multiples of 128, got {wrong[0]}")
+    at_least_1(args, "steps", "tokens")
+    if args.quick:
+        args.models, args.peers, args.modes, args.steps = ["80m"], ["none", "dma", "sdpa"], ["eager", "checkpoint"], 3
+    gc.collect()
     before = recorded(args)
     deadline, ok = time.monotonic() + args.seconds, True
     rows: list[dict[str, Any]] = []
     for name, length in (bar := tqdm(list(itertools.product(args.models, args.lengths)), unit="case", disable=None)):
-        batch, sizes = max(1, args.tokens // length), models()[name]
+        batch, sizes = max(1, args.tokens // length), decoder.MODELS[name]
         group = []
         for mode, peer in itertools.product(args.modes, args.peers):
             bar.set_postfix_str(f"{name} {length} {mode} {peer}")
@@ -217,38 +175,18 @@ def run(args: argparse.Namespace) -> int:
             found = {"ms": None, "note": "no time left"} if late else row_of(sizes, peer, mode, batch, length,
                                                                              args.steps, args.device)
             group.append({"model": name, "length": length, "batch": batch, "peer": peer, "mode": mode, **found})
-            tqdm.write(render_training.line(group[-1]))
+            tqdm.write(training_line(group[-1]))
         ok &= check(group, joined(before, group))
         add_shares(group)
         rows += group
         partial = write_record("training.partial.json", args, __doc__, arguments=options_of(args),
                                rows=joined(before, rows))
     path = partial.replace(partial.with_name(f"training{'' if ok else '.failed'}.json"))
-    result = json.loads(path.read_text())
-    render_training.chart(result, path.with_suffix(".png"))
-    print(render_training.text(result))
-    print(f"wrote {path}")
-    return 0 if ok else 1
+    return finished(path, REPORTS["training"], ok)
 
 
-def listed(allowed: tuple[Any, ...] | None, kind: Callable[[str], Any] = str) -> Callable[[str], list[Any]]:
-    """The type of an option that takes values with commas between them."""
-    def parse(text: str) -> list[Any]:
-        try:
-            found = [kind(part) for part in text.split(",")]
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-        wrong = [x for x in found if allowed is not None and x not in allowed]
-        if wrong:
-            raise argparse.ArgumentTypeError(f"{wrong[0]} is not one of {', '.join(map(str, allowed or ()))}")
-        return found
-
-    return parse
-
-
-def parsed(arguments: list[str] | None) -> argparse.Namespace:
-    options = parser_of(__name__, __doc__)
-    options.add_argument("--models", type=listed(("80m", "1.7b", "tiny")), default=["80m", "1.7b"])
+def add_options(options: argparse.ArgumentParser) -> None:
+    options.add_argument("--models", type=listed(tuple(decoder.MODELS)), default=["80m", "1.7b"])
     options.add_argument("--lengths", type=listed(None, int), default=list(LENGTHS), help="multiples of 128")
     options.add_argument("--peers", type=listed(PEERS), default=list(PEERS), help="with none for shares of attention")
     options.add_argument("--modes", type=listed(MODES), default=list(MODES))
@@ -259,29 +197,3 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     options.add_argument("--seconds", type=float, default=3600, help="after this time nothing more is started")
     options.add_argument("--device", default="cuda")
     options.add_argument("--add", action="store_true", help="keep recorded rows that this run does not measure")
-    options.add_argument("--show", action="store_true", help="print the table of the recorded results")
-    options.add_argument("--update-docs", action="store_true", help="put that table into docs/training.md")
-    add_record_options(options)
-    args = options.parse_args(arguments)
-    wrong = [n for n in args.lengths if n < 128 or n % 128]
-    if wrong:
-        options.error(f"--lengths must be multiples of 128, got {wrong[0]}")
-    if args.steps < 1 or args.tokens < 1:
-        options.error(f"--steps and --tokens must be at least 1, got {args.steps} and {args.tokens}")
-    if args.quick:
-        args.models, args.peers, args.modes, args.steps = ["80m"], ["none", "dma", "sdpa"], ["eager", "checkpoint"], 3
-    return args
-
-
-def main(arguments: list[str] | None = None) -> int:
-    args = parsed(arguments)
-    if not (args.show or args.update_docs):
-        gc.collect()
-        return run(args)
-    result = read("training.json", args.out)
-    if args.update_docs:
-        render_training.chart(result, folders.newest("training.json", args.out)[0].with_suffix(".png"))
-        render_training.update(DOCS, README, result)
-    else:
-        print(render_training.text(result))
-    return 0

@@ -1,10 +1,5 @@
 """A Doge model of transformers with ``attn_implementation="cupy_dma"``, beside its own eager and sdpa attention.
 
-    python -m benchmarks transformers_models                      everything
-    python -m benchmarks transformers_models --parts prefill --lengths 16384
-    python -m benchmarks transformers_models --size tiny          anywhere, for trying the script
-    python -m benchmarks transformers_models --update-docs        put the tables into docs/transformers.md
-
 Model: 8 layers of width 1024, 8/4 heads of 128, w = 1024, MLP of 2048, vocabulary 32768, bfloat16, random weights, A
 drawn with a deviation of 0.3, so the selection goes by scores. Tokens are random permutations of the vocabulary, so
 hardly any repeat: repeated tokens tie in layer 0, and eager breaks ties arbitrarily.
@@ -21,21 +16,23 @@ before (model, optimizer, cache and input).
 Check: prefill's final hidden states of the last 256 tokens against the float32 model with cupy_dma: their distance,
 relative to the truth, is at most 0.1, and at most eager's where that fits. train: the losses agree with eager's, which
 has to run, within 0.05. sdpa is not a reference: on the GPUs tried it gives other hidden states than eager with the
-same weights, which the rows show; on a CPU the two agree. decode: the graph's tokens are those of the eager passes. If
-a check fails the run exits with 1 and leaves the recorded results alone.
+same weights, which the rows show; on a CPU the two agree. decode: the graph's tokens are those of the eager passes.
 """
 from __future__ import annotations
 
 import argparse
 import copy
-import json
 import statistics
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.harness import render
-from benchmarks.harness.folders import ROOT, read
-from benchmarks.harness.suite import add_record_options, options_of, parser_of, write_record
+import torch
+from tqdm import tqdm
+
+from benchmarks.harness import measure
+from benchmarks.harness.command import Refused, at_least_1, finished, options_of, why_not, write_record
+from benchmarks.harness.pages import REPORTS
+from benchmarks.harness.report import milliseconds
 from benchmarks.routines.training import listed, step_times
 
 WARM_UP, STEPS, CHECKED = 2, 16, 256
@@ -47,16 +44,12 @@ SIZES: dict[str, dict[str, int]] = {
              "head_dim": 128, "intermediate_size": 2048, "vocab_size": 32768, "keep_window_size": 1024},
     "tiny": {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
              "head_dim": 16, "intermediate_size": 64, "vocab_size": 600, "keep_window_size": 64}}
-WANTED = {("prefill", 16384, "eager"): 20, ("prefill", 16384, "sdpa"): 15, ("prefill", 32768, "sdpa"): 28,
-          ("train", 16384, "sdpa"): 10}
-DOCS = ROOT / "docs" / "transformers.md"
 
 
 class Doge:
     """The model, and what is measured of it."""
 
     def __init__(self, size: str, device: str):
-        import torch
         import transformers
 
         import cupy_dma.transformers as dmt
@@ -71,16 +64,12 @@ class Doge:
         self.device, self.vocabulary = device, config.vocab_size
 
     def ids(self, length: int, seed: int = 1) -> Any:
-        import torch
-
         generator = torch.Generator().manual_seed(seed)
         rows = -(-length // self.vocabulary)
         order = torch.rand(rows, self.vocabulary, generator=generator).argsort(1)
         return order.flatten()[None, :length].to(self.device)
 
     def measured(self, call: Callable[[], Any], repeats: int) -> dict[str, Any]:
-        import torch
-
         on_gpu = self.device != "cpu"
         for _ in range(WARM_UP):
             call()
@@ -94,14 +83,10 @@ class Doge:
         return {"ms": statistics.median(found), "all_ms": found, "peak_bytes": peak}
 
     def hidden(self, model: Any, length: int) -> Any:
-        import torch
-
         with torch.no_grad():
             return model.model(input_ids=self.ids(length), use_cache=False).last_hidden_state[0, -CHECKED:].float()
 
     def prefill(self, peer: str, length: int, repeats: int) -> dict[str, Any]:
-        import torch
-
         self.model.set_attn_implementation(peer)
         ids = self.ids(length)
         with torch.no_grad():
@@ -114,8 +99,6 @@ class Doge:
         return {**found, "error": off.item()}
 
     def train(self, peer: str, length: int, repeats: int) -> dict[str, Any]:
-        import torch
-
         model = copy.deepcopy(self.model).train()
         model.set_attn_implementation(peer)
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
@@ -132,7 +115,6 @@ class Doge:
         return {**self.measured(step, repeats), "losses": [loss.item() for loss in losses]}
 
     def decode(self, peer: str, length: int, repeats: int) -> dict[str, Any]:
-        import torch
         import transformers
 
         from cupy_dma.transformers import DecodingStep, DynamicMaskCache, cache_argument
@@ -163,13 +145,10 @@ class Doge:
 
 
 def row_of(doge: Doge, part: str, peer: str, length: int, repeats: int) -> dict[str, Any]:
-    from benchmarks.harness import measure
-
     try:
         found = getattr(doge, part)(peer, length, repeats)
     except Exception as error:  # a peer that cannot run is a result too
-        words = f"{type(error).__name__}: {error}"
-        found = {"ms": None, "note": "out of memory" if "memory" in words.lower() else words.splitlines()[0][:200]}
+        found = {"ms": None, "note": why_not(error)}
     measure.free_memory()
     return {"part": part, "length": length, "peer": peer, **found}
 
@@ -190,44 +169,11 @@ def check(rows: list[dict[str, Any]]) -> bool:
     return ours["ok"]
 
 
-def table(result: dict[str, Any]) -> str:
-    lines = ["| | tokens | cupy_dma | sdpa | eager | against sdpa | against eager | memory | sdpa's |",
-             "|---|--:|--:|--:|--:|--:|--:|--:|--:|"]
-    cases = dict.fromkeys((row["part"], row["length"]) for row in result["rows"])
-    ms = {(row["part"], row["length"], row["peer"]): row for row in result["rows"]}
-
-    def cell(part: str, length: int, peer: str) -> str:
-        row = ms.get((part, length, peer), {"ms": None, "note": "–"})
-        return render.milliseconds(row["ms"]) if row["ms"] else row["note"]
-
-    def memory(part: str, length: int, peer: str) -> str:
-        row = ms.get((part, length, peer), {})
-        size = row.get("cache_bytes") if part == "decode" else row.get("peak_bytes")
-        return "–" if not size else f"{size / 2**20:.0f} MiB"
-
-    for part, length in cases:
-        for name in ("cupy_dma", "cupy_dma graph")[:2 if part == "decode" else 1]:
-            own = ms.get((part, length, name), {}).get("ms")
-            others = [ms.get((part, length, peer), {}).get("ms") for peer in ("sdpa", "eager")]
-            ratios = [render.times(other / own if own and other else None) for other in others]
-            title = part + (" (CUDA graph)" if name.endswith("graph") else "")
-            lines.append("| " + " | ".join([title, str(length), cell(part, length, name),
-                                            *(cell(part, length, peer) for peer in ("sdpa", "eager")), *ratios,
-                                            memory(part, length, name), memory(part, length, "sdpa")]) + " |")
-    versions = result["versions"]
-    return "\n".join([*lines, "", f"Milliseconds, medians (decode: of one token; its memory is the cache's), bfloat16, "
-                                  f"on one {result['device']}, torch {versions.get('torch')}, transformers",
-                      f"{result['transformers']}, {result['date'][:10]}."])
-
-
-REPORT = render.Report("transformers", "transformers", table, table, ())
-
-
 def run(args: argparse.Namespace) -> int:
-    import torch
+    at_least_1(args, "repeats")
+    if "cupy_dma" not in args.peers:
+        raise Refused("--peers must name cupy_dma")
     import transformers
-    from tqdm import tqdm
-
     device = "cuda" if torch.cuda.is_available() else "cpu"
     doge, rows, ok = Doge(args.size, device), [], True
     for part in args.parts:
@@ -236,30 +182,19 @@ def run(args: argparse.Namespace) -> int:
                                                          *(p for p in args.peers if p == "sdpa")]
             group = [row_of(doge, part, peer, length, args.repeats) for peer in peers]
             for row in group:
-                tqdm.write(f"{part:8} {length:7} {row['peer']:15} {render.milliseconds(row['ms']):>8} ms  "
+                tqdm.write(f"{part:8} {length:7} {row['peer']:15} {milliseconds(row['ms']):>8} ms  "
                            f"{row.get('note', '')}{row.get('error', '')}")
             ok &= check(group)
             rows += group
             partial = write_record("transformers_models.partial.json", args, __doc__, arguments=options_of(args),
                                    rows=rows, transformers=transformers.__version__)
     path = partial.replace(partial.with_name(f"transformers_models{'' if ok else '.failed'}.json"))
-    print(f"{table(json.loads(path.read_text()))}\nwrote {path}")
-    return 0 if ok else 1
+    return finished(path, REPORTS["transformers_models"], ok)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    options = parser_of(__name__, __doc__)
+def add_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--size", choices=SIZES, default="doge")
     options.add_argument("--parts", type=listed(PARTS), default=list(PARTS))
     options.add_argument("--lengths", type=listed(None, int), help=f"default: {LENGTHS}")
     options.add_argument("--peers", type=listed(PEERS), default=list(PEERS))
     options.add_argument("--repeats", type=int, default=5)
-    options.add_argument("--update-docs", action="store_true", help="put the tables into docs/transformers.md")
-    add_record_options(options)
-    args = options.parse_args(arguments)
-    if args.update_docs:
-        REPORT.update(DOCS, read("transformers_models.json", args.out))
-        return 0
-    if args.repeats < 1 or "cupy_dma" not in args.peers:
-        options.error("--repeats must be at least 1, and --peers must name cupy_dma")
-    return run(args)

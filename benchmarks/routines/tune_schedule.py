@@ -1,8 +1,5 @@
 """What the tiles of the Hopper forward cost, and whether the tile scheduler takes the fastest way by that.
 
-    python -m benchmarks tune_schedule               everything, some five minutes on an H200
-    python -m benchmarks tune_schedule --kind intervals --head-dim 64
-
 Kernels are compiled by all cores first.
 
 Costs. For every kind of keys of ``sm90_tiles.TILES``, head dim and tile in use, and a few numbers of keys: microseconds
@@ -19,13 +16,13 @@ is marked WRONG, and the exit status is 1.
 
 Inputs: bfloat16, batch 1, independent normal elements; intervals: top-w masks of independent scores, which are the
 bias; bits: a dense bias without a mask, for with one there is one way; softcaps of 30. Lists of intervals are prepared.
-Timing: see harness/measure.py.
 
 The results go to ``schedule.json`` in the folder of the GPU; those of a choice of kinds or head dims are only printed.
 ``sm90_costs.json`` of the library holds its costs: ``--write`` puts them there.
 """
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import multiprocessing
@@ -34,7 +31,12 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 from unittest import mock
 
-from benchmarks.harness.suite import add_record_options, parser_of, write_record
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from benchmarks.harness import measure
+from benchmarks.harness.command import needs_hopper, write_record
 from benchmarks.routines.tune_sm90 import KINDS, ROUNDING, WINDOWS, Case, calls
 from cupy_dma.backends.cuda.attention import sm90, sm90_costs, sm90_schedule, sm90_tiles
 from cupy_dma.backends.cuda.attention.sm90_schedule import Schedule
@@ -56,15 +58,11 @@ def prepared(case: Case) -> Callable[[], Any]:
     """Its call."""
     if case.kind != "bits":
         return calls(case)
-    import torch
-
     bias = torch.randn(1, 1, case.queries or case.length, case.length, device="cuda", dtype=torch.bfloat16)
     return calls(case, bias=bias)
 
 
 def num_sms() -> int:
-    import torch
-
     return torch.cuda.get_device_properties(0).multi_processor_count
 
 
@@ -138,8 +136,6 @@ def configs(kinds: list[str], head_dims: list[int]) -> list[jit.Config]:
 
 
 def compile_all(found: list[jit.Config]) -> None:
-    from tqdm import tqdm
-
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
         for _ in tqdm(pool.map(jit.compile, found, ["sm_90a"] * len(found)), total=len(found), unit="kernel",
                       disable=None):
@@ -150,8 +146,6 @@ def compile_all(found: list[jit.Config]) -> None:
 def of_tiles(kind: str, head_dim: int, tile: HopperTile, tiles: int, keys: int, work: dict[str, int] | None = None,
              short: bool = False) -> float:
     """Microseconds of a call of so many tiles, each with so many keys and those that enter within it."""
-    from benchmarks.harness import measure
-
     queries = tiles * (128 if short else tile.block_m) // TILE_HEADS
     length = queries + 4 * keys if kind in WINDOWS else keys
     call = prepared(Case(kind, head_dim, TILE_HEADS, 1, length, keys if kind in WINDOWS else 0, queries=queries))
@@ -190,8 +184,6 @@ def costs(kind: str, head_dim: int, tile: HopperTile) -> dict[str, Any]:
 
 def fitted(tile: dict[str, Any]) -> dict[str, Any]:
     """Those of the library's data file. Relative errors of the splits count."""
-    import numpy as np
-
     waves = [{name: round(x, 2) for name, x in wave.items()} for wave in tile["waves"]]
     alone = sm90_costs.Costs({**tile, "splits": [0, 0, 0]})
     rows = [(1 / row["us"], 1, row["tiles"] * row["count"], row["count"], row["us"] - alone.wave("launch", row["keys"])
@@ -212,8 +204,6 @@ def write_costs(about: dict[str, str], tiles: list[dict[str, Any]]) -> None:
 # ---- choices --------------------------------------------------------------------------------------------------------
 def measured(case: Case) -> dict[str, Any]:
     """Every way of a call."""
-    from benchmarks.harness import measure
-
     call = prepared(case)
     facts, tile_taken, work_taken = schedule_key(call)
     rows: list[dict[str, Any]] = []
@@ -250,20 +240,14 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    options = parser_of(__name__, __doc__)
+def add_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--kind", nargs="+", choices=KINDS, default=list(KINDS))
     options.add_argument("--head-dim", nargs="+", type=int, default=list(HEAD_DIMS), choices=HEAD_DIMS)
     options.add_argument("--write", action="store_true", help=f"put the costs into {sm90_costs.PATH.name}")
-    add_record_options(options)
-    args = options.parse_args(arguments)
 
-    from tqdm import tqdm
 
-    from benchmarks.harness import measure
-
-    if not measure.on_gpu():
-        options.error("this needs a Hopper GPU")
+def run(args: argparse.Namespace) -> int:
+    needs_hopper()
     compile_all(configs(args.kind, args.head_dim))
     tiles = [(kind, d, tile) for kind in args.kind for d in args.head_dim for tile in sm90_tiles.tiles_of(kind, d)]
     whole = tuple(args.kind) == KINDS and tuple(args.head_dim) == HEAD_DIMS

@@ -1,29 +1,29 @@
 """Tile shapes of the Hopper forward, measured beside the portable kernel.
 
-    python -m benchmarks tune_sm90                          everything, a few minutes on an H200
-    python -m benchmarks tune_sm90 --kind intervals --head-dim 64
-    python -m benchmarks tune_sm90 --in-use --kernels /tmp/other --case "16/8 N32768"   other kernels too
-
-For every kind of keys of ``sm90_tiles.TILES``, head dim, group and length: each candidate tile (rows x keys x stages
-of keys x stages of values x stages of queries), with and without ping-pong, and the portable kernel, whether or not the
+For every kind of keys of ``sm90_tiles.TILES``, head dim, group and length: each candidate tile (rows x keys x stages of
+keys x stages of values x stages of queries), with and without ping-pong, and the portable kernel, whether or not the
 call would go there. Inputs: bfloat16, batch 1, independent normal elements; intervals: top-w masks of independent
 scores, with these as bias; bits: half of a dense mask visible, shared by all heads; softcaps of 30. Lists of intervals
-are cached, dense masks are packed in every call. Timing: see harness/measure.py. Every output is compared with the
-portable kernel's; one that differs by more than two roundings of the largest element is marked WRONG, and the exit
-status is 1.
+are cached, dense masks are packed in every call. Every output is compared with the portable kernel's; one that differs
+by more than two roundings of the largest element is marked WRONG, and the exit status is 1.
 
 The fastest tile of each group of rows is marked; ``in use`` are those of which the library takes one. The results go to
 ``hopper_tiles.json`` in the folder of the GPU; those of a choice of cases, tiles or kernels are only printed.
 """
 from __future__ import annotations
 
+import argparse
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.harness.suite import add_record_options, parser_of, write_record
+import torch
+
+import cupy_dma as dma
+from benchmarks.harness import measure
+from benchmarks.harness.command import Refused, needs_hopper, write_record
 from cupy_dma.backends.cuda.attention import sm90_tiles
 from cupy_dma.backends.cuda.attention.sm90_tiles import HopperTile
 from cupy_dma.backends.cuda.runtime import jit
@@ -122,10 +122,6 @@ def kernels_of(folder: Path | None) -> Iterator[None]:
 
 def calls(case: Case, device: str = "cuda", **more: Any) -> Callable[[], Any]:
     """The call of a case, with ``more`` arguments; of "bits" with a dense mask, or with a dense bias of ``more``."""
-    import torch
-
-    import cupy_dma as dma
-
     torch.manual_seed(0)
     queries = case.queries or case.length
     q, k, v = (torch.randn(1, n, heads, case.head_dim, device=device, dtype=torch.bfloat16) for n, heads in (
@@ -144,8 +140,6 @@ def calls(case: Case, device: str = "cuda", **more: Any) -> Callable[[], Any]:
 
 
 def measured(case: Case, folders: Sequence[Path] = (), only_in_use: bool = False) -> list[dict[str, Any]]:
-    from benchmarks.harness import measure
-
     call = calls(case)
     with forced(None):
         expected = call()
@@ -176,29 +170,26 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    options = parser_of(__name__, __doc__)
+def add_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--kind", nargs="+", choices=KINDS, default=list(KINDS))
     options.add_argument("--head-dim", nargs="+", type=int, default=[64, 96, 128, 192, 256])
     options.add_argument("--case", default="", help="only cases with this in their names")
     options.add_argument("--in-use", action="store_true", help="only the tiles in use")
     options.add_argument("--kernels", nargs="+", type=Path, default=[], help="folders to take for kernels/ as well")
-    add_record_options(options)
-    args = options.parse_args(arguments)
+
+
+def run(args: argparse.Namespace) -> int:
     if not all(1 <= d <= max(CANDIDATES) for d in args.head_dim):
-        options.error(f"--head-dim must be 1 to {max(CANDIDATES)}, got {args.head_dim}")
+        raise Refused(f"--head-dim must be 1 to {max(CANDIDATES)}, got {args.head_dim}")
     for folder in args.kernels:
         if not (folder / "common/arch.cuh").is_file():
-            options.error(f"--kernels must be folders like kernels/, got {folder}, which has no arch.cuh")
+            raise Refused(f"--kernels must be folders like kernels/, got {folder}, which has no arch.cuh")
     found = cases(args.kind, args.head_dim)
     chosen = [case for case in found if args.case in str(case)]
     if not chosen:
-        options.error(f"--case must be part of a case's name, such as {found[0]}; got {args.case}")
+        raise Refused(f"--case must be part of a case's name, such as {found[0]}; got {args.case}")
 
-    from benchmarks.harness import measure
-
-    if not measure.on_gpu():
-        options.error("this needs a Hopper GPU")
+    needs_hopper()
     result = {"cases": [
         {**case._asdict(), "name": str(case), "rows": measured(case, args.kernels, args.in_use)} for case in chosen]}
     if not (args.case or args.in_use or args.kernels):

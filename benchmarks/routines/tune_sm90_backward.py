@@ -1,25 +1,27 @@
 """Ways of the Hopper backward, measured beside cuDNN's dense backward: one pass or two, and queries of a step.
 
-    python -m benchmarks tune_sm90_backward                 everything, some minutes on an H100
-    python -m benchmarks tune_sm90_backward --case "D64"
-
 Cases: those of backward.py's sets ``model`` and ``plain`` up to 32768 keys, and three of ``table``; short ones, whose
 tiles are few; ``dense``, a top-w mask as a dense one, which is packed and listed in each call. Ways: the portable
 kernels, two passes, the same with the portable kernel for keys, and without dense masks and up to head dim 128 one
-pass; up to 64 each with 64 and with 128 queries a step. All gradients, lists of intervals prepared.
-Timing: see harness/measure.py. Every gradient is compared with the portable kernels'; one that differs
-by more than 1 % of their norm is marked WRONG, and the exit status is 1.
+pass; up to 64 each with 64 and with 128 queries a step. All gradients, lists of intervals prepared. Every gradient is
+compared with the portable kernels'; one that differs by more than 1 % of their norm is marked WRONG, and the exit
+status is 1.
 
 The results go to ``hopper_backward.json`` in the folder of the GPU; those of a choice of cases are only printed.
 """
 from __future__ import annotations
 
+import argparse
 import contextlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 from unittest import mock
 
-from benchmarks.harness.suite import Case, add_record_options, parser_of, write_record
+from torch.nn.attention import SDPBackend
+
+from benchmarks.harness import measure, peers
+from benchmarks.harness.command import Refused, needs_hopper, write_record
+from benchmarks.harness.suite import Case
 from benchmarks.routines import backward
 from cupy_dma.backends.cuda.attention import sm90_backward
 from cupy_dma.backends.cuda.runtime.program import fresh
@@ -72,10 +74,6 @@ def forced(way: Way) -> Iterator[None]:
 
 
 def measured(case: Case) -> list[dict[str, Any]]:
-    from torch.nn.attention import SDPBackend
-
-    from benchmarks.harness import measure, peers
-
     bench = backward.Benchmark(case)
     bench.prepare()
     if case.set == "dense":
@@ -110,19 +108,16 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    options = parser_of(__name__, __doc__)
+def add_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--case", default="", help="only cases with this in their names")
-    add_record_options(options)
-    args = options.parse_args(arguments)
+
+
+def run(args: argparse.Namespace) -> int:
     chosen = [case for case in cases() if args.case in case.name]
     if not chosen:
-        options.error(f"--case must be part of a case's name, such as {cases()[0].name!r}; got {args.case!r}")
+        raise Refused(f"--case must be part of a case's name, such as {cases()[0].name!r}; got {args.case!r}")
 
-    from benchmarks.harness import measure
-
-    if not measure.on_gpu():
-        options.error("this needs a Hopper GPU")
+    needs_hopper()
     result: dict[str, Any] = {"cases": []}
     for case in chosen:
         result["cases"].append({"name": case.name, "rows": measured(case)})

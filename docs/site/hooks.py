@@ -29,22 +29,10 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the tree, installed or not
 
-from benchmarks.harness import (  # noqa: E402
-    charts,
-    folders,
-    render,
-    render_decode,
-    render_dense,
-    render_language,
-    render_mqar,
-    render_needle,
-    render_training,
-)
+from benchmarks.harness import charts, folders, report  # noqa: E402
+from benchmarks.harness.pages import REPORTS  # noqa: E402
 
-CHARTS = {"forward_performance": render.FORWARD, "backward_performance": render.BACKWARD,
-          "dense_performance": render_dense.DENSE, "decode_performance": render_decode.DECODE,
-          "training": render_training, "mqar": render_mqar.REPORT, "language_model": render_language.REPORT,
-          "needle": render_needle.REPORT}
+CHARTS = {shown.record.removesuffix(".json"): shown for shown in REPORTS.values() if shown.panels is not None}
 CHART = re.compile(r"\[!\[([^\]]*)\]\(results/(\w+)\.png\)\]\(results/\2\.png\)")
 INTERVALS = re.compile(r"!\[([^\]]*)\]\(assets/readme-intervals\.png\)")
 PICTURE = re.compile(r"<!-- picture: (\S+) \| (.*?) -->\n(```python\n(.*?)```\n)", re.DOTALL)
@@ -95,8 +83,8 @@ def chart(name: str) -> str:
         return charts.svg(pictures_of_readme().intervals((5.2, 3.6), notes=False), name)
     path = folders.recorded(f"{name}.json")
     assert path is not None, f"a page shows the chart of {name}, which is not recorded"
-    result, report = json.loads(path.read_text()), CHARTS[name]
-    shown = "".join(f"<figure>{svg}</figure>" for svg in charts.svgs(report.panels(result)))
+    result = json.loads(path.read_text())
+    shown = "".join(f"<figure>{svg}</figure>" for svg in charts.svgs(CHARTS[name].panels(result)))
     machine = f"{result['device']}, {result['date'][:10]}" if "device" in result else ""
     return f"{shown}<figcaption>{machine}</figcaption>" if machine else shown
 
@@ -113,10 +101,10 @@ def number() -> str:
     """How much faster a training step's attention is than a dense one, of the newest results."""
     result = folders.read("backward_performance.json")
     case = next(case for case in result["cases"] if case["name"] == "model H16/8 D128 N131072 w2048")
-    ours, dense = (render.value(case, who, "forward+backward") for who in ("cupy_dma", "cudnn"))
+    ours, dense = (report.value(case, who, "forward+backward") for who in ("cupy_dma", "cudnn"))
     assert ours and dense
     gpu = result["device"].removeprefix("NVIDIA ")
-    return (f'<p class="number"><strong>{render.times(dense / ours)}</strong> as fast as dense attention by cuDNN, '
+    return (f'<p class="number"><strong>{report.times(dense / ours)}</strong> as fast as dense attention by cuDNN, '
             f"forward and backward, for 128K tokens with a window of 2048, on one {gpu} ({result['date'][:10]})</p>")
 
 

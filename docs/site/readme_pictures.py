@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the tree, installed or not
 
 import cupy_dma as dma  # noqa: E402
-from benchmarks.harness import folders, render  # noqa: E402
+from benchmarks.harness import folders, pages, report  # noqa: E402
 
 KEYS, WINDOW, QUERY = 48, 8, 36
 # Panel, results, stage of cupy_dma, stage of the dense kernels.
@@ -49,10 +49,10 @@ def intervals(size: tuple[float, float] = (9, 4), notes: bool = True) -> Figure:
 def points(result: dict[str, Any], ours: str, dense: str) -> dict[int, list[tuple[int, float, float]]]:
     """Window -> (N, ours, the fastest dense kernel), milliseconds, of 16 query heads over 8 kv heads of size 128."""
     found: dict[int, list[tuple[int, float, float]]] = {}
-    for case in filter(render.in_tables, result["cases"]):
+    for case in filter(pages.in_tables, result["cases"]):
         if (case["set"], case["heads"], case["kv_heads"], case["head_dim"]) == ("model", 16, 8, 128):
-            peers = [ms for who in ("cudnn", "flash") if (ms := render.value(case, who, dense))]
-            mine = render.value(case, "cupy_dma", ours)
+            peers = [ms for who in ("cudnn", "flash") if (ms := report.value(case, who, dense))]
+            mine = report.value(case, "cupy_dma", ours)
             if peers and mine:
                 found.setdefault(case["window"], []).append((case["key_length"], mine, min(peers)))
     return {window: sorted(row) for window, row in found.items()}
@@ -71,7 +71,7 @@ def speed(results: dict[str, dict[str, Any]]) -> Figure:
             ax.plot([n for n, _, _ in row], [ms for _, ms, _ in row], "o-", color=colour, markersize=4,
                     label=f"cupy_dma, window {window}")
             for n, ms, peer in row:
-                ax.annotate(render.times(peer / ms), (n, ms), (0, below), textcoords="offset points", ha="center",
+                ax.annotate(report.times(peer / ms), (n, ms), (0, below), textcoords="offset points", ha="center",
                             fontsize=8, color=colour)
         ax.set_xscale("log", base=2)
         ax.set_yscale("log")

@@ -1,10 +1,12 @@
 """The benchmark context_parallel on the ranks of ``ranks.py``."""
 from __future__ import annotations
 
+import argparse
 from typing import Any
 
 import torch
 
+from benchmarks.__main__ import shared_options
 from benchmarks.harness.shards import Problem
 from benchmarks.routines import context_parallel as benchmark
 from cupy_dma import distributed
@@ -12,7 +14,9 @@ from cupy_dma import distributed
 
 def measured(group: Any, arguments: list[str]) -> tuple[list[dict[str, Any]], bool]:
     """The rows, and whether they are right."""
-    args = benchmark.parsed(arguments)
+    options = argparse.ArgumentParser(parents=[shared_options("context_parallel")])
+    benchmark.add_options(options)
+    args = benchmark.checked(options.parse_args(arguments))
     rows = benchmark.Bench(args, group, group).run()
     return rows, benchmark.is_right(rows, args)
 

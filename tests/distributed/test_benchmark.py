@@ -8,8 +8,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from benchmarks.harness import render_context_parallel as render  # noqa: E402
-from benchmarks.harness import shards  # noqa: E402
+from benchmarks.__main__ import main  # noqa: E402
+from benchmarks.harness import pages_models, shards  # noqa: E402
+from benchmarks.harness.report import length, times  # noqa: E402
 from benchmarks.harness.shards import Problem  # noqa: E402
 from benchmarks.routines import context_parallel as benchmark  # noqa: E402
 from tests.distributed import benchmark_jobs as jobs  # noqa: E402
@@ -37,12 +38,8 @@ def test_every_peer_in_every_pass(ranks, tmp_path):
             assert [check["ok"] for check in row["checks"]] == [True, True]
             assert ("gradients" in row["checks"][0]) == (row["pass"] == "training")
             assert len(row["bytes"][0]) == (2 if row["pass"] == "training" else 1)
-    table = render.table(result)
+    table = pages_models.ranks_table(result)
     assert "| 96, forward |" in table and "| 161, training |" in table and "2 x " in table
-    page = tmp_path / "page.md"
-    page.write_text(f"before\n{render.MARKED.begin}\nold\n{render.MARKED.end}\nafter\n")
-    render.update(page, [result])
-    assert page.read_text() == f"before\n{render.MARKED.begin}\n{table}\n{render.MARKED.end}\nafter\n"
 
 
 def test_a_mesh_of_two_axes(ranks, tmp_path):
@@ -52,7 +49,7 @@ def test_a_mesh_of_two_axes(ranks, tmp_path):
     assert ok and [row["peer"] for row in rows] == ["one", "ours"]
     one, ours = (row["losses"] for row in rows)
     assert len(ours) == 3 and ours != one and abs(ours[2] - one[2]) < 5e-3
-    assert "| 96, mesh |" in render.table(record(tmp_path, rows))
+    assert "| 96, mesh |" in pages_models.ranks_table(record(tmp_path, rows))
 
 
 PARTS = [*OURS, "--passes", "forward,training"]
@@ -75,8 +72,8 @@ def test_what_is_wrong_is_noticed(ranks, tmp_path, what):
     wrong = {(row["pass"], row["peer"]) for row in rows if not row["ok"]}
     assert wrong == {("training", "ours"), ("training", "copies")} | (
         set() if what == "gradients" else {("forward", "ours"), ("forward", "copies")})
-    assert "WRONG" in render.line(next(row for row in rows if not row["ok"]))
-    assert "–" in render.table(record(tmp_path, rows))
+    assert "WRONG" in pages_models.ranks_line(next(row for row in rows if not row["ok"]))
+    assert "–" in pages_models.ranks_table(record(tmp_path, rows))
 
 
 def test_what_cannot_run_is_a_row(ranks, tmp_path):
@@ -95,20 +92,10 @@ def test_nothing_to_measure(ranks, tmp_path):
 
 @pytest.mark.slow
 def test_the_command(tmp_path, capfd):
-    assert benchmark.main([*SMOKE, "--ranks", "2", "--out", str(tmp_path)]) == 0
+    assert main(["context_parallel", *SMOKE, "--ranks", "2", "--out", str(tmp_path)]) == 0
     assert "| 96, forward |" in capfd.readouterr().out
     rows = json.loads((tmp_path / "context_parallel_2.json").read_text())["rows"]
     assert all(row["note"] and row["ms"] is None for row in rows if row["peer"] == "ring")  # torch has none on the CPU
-
-
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["--ranks", "0"], "--ranks must be at least 1, got 0"),
-    (["--lengths", "1"], "--lengths must be at least --ranks 2"),
-    (["--peers", "theirs"], "theirs is not one of"), (["--steps", "0"], "--steps must be at least 1")])
-def test_bad_options(capsys, arguments, message):
-    with pytest.raises(SystemExit):
-        benchmark.main(arguments)
-    assert message in capsys.readouterr().err
 
 
 def test_what_does_not_fit_is_known_before():
@@ -131,12 +118,7 @@ def test_gradients_are_compared_in_pieces(monkeypatch):
 
 def test_ratios():
     fast, slow = ({"ms": ms, "ok": True, "note": ""} for ms in (2.0, 3.9))
-    assert render.ratio(slow, fast) == render.times(1.95) and render.ratio(None, fast) == "–"
-    assert render.ratio({**slow, "ok": False}, fast) == "–"
-    assert [render.length_of(n) for n in (96, 65536, 2**20, 2**23)] == ["96", "64K", "1M", "8M"]
-    assert math.isclose(float(render.received({"bytes": [[2**20, 2**20], [2**20, 0]]})), 2)
-
-
-def test_the_tables_are_the_recorded_ones():
-    shown = benchmark.DOCS.read_text().split(render.MARKED.begin)[1].split(render.MARKED.end)[0].strip()
-    assert shown == render.page(benchmark.results()), "run: python -m benchmarks context_parallel --update-docs"
+    assert pages_models.faster(slow, fast) == times(1.95) and pages_models.faster(None, fast) == "–"
+    assert pages_models.faster({**slow, "ok": False}, fast) == "–"
+    assert [length(n) for n in (96, 65536, 2**20, 2**23)] == ["96", "64K", "1M", "8M"]
+    assert math.isclose(float(pages_models.received({"bytes": [[2**20, 2**20], [2**20, 0]]})), 2)

@@ -25,7 +25,6 @@ from unittest import mock
 import numpy as np
 
 import cupy_dma as dma
-from benchmarks.routines import backward, tune_sm90, tune_sm90_backward
 from cupy_dma.arrays import Operand
 from cupy_dma.backends.cuda.attention import sm90
 from cupy_dma.backends.cuda.runtime import disk_cache, jit
@@ -122,6 +121,8 @@ def portable_configs() -> dict[jit.Config, None]:
 
 def tuning_configs(head_dims: Sequence[int] = (64, 96, 128, 192, 256)) -> dict[jit.Config, None]:
     """Of the routine tune_sm90, by shorter calls of the same kinds."""
+    from benchmarks.routines import tune_sm90
+
     with emulator.hopper_gpu(Recorder) as runtime:
         for case in tune_sm90.cases(list(tune_sm90.KINDS), list(head_dims)):
             short = case._replace(length=1024, window=min(case.window, 128))
@@ -135,6 +136,8 @@ def tuning_configs(head_dims: Sequence[int] = (64, 96, 128, 192, 256)) -> dict[j
 def backward_tuning_configs() -> dict[jit.Config, None]:
     """Of the routine tune_sm90_backward, likewise, and of the whole chain in the routine backward."""
     import torch
+
+    from benchmarks.routines import backward, tune_sm90_backward
 
     with emulator.hopper_gpu(Recorder) as runtime:
         for case in dict.fromkeys(backward.cases("all") + tune_sm90_backward.cases()):

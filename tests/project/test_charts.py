@@ -1,10 +1,10 @@
 """The charts of the recorded results: a line has one point per length, and a page's pictures follow its colours."""
-import json
 import re
 
 import pytest
 
-from benchmarks.harness import charts, folders, render, render_decode, render_training
+from benchmarks.harness import charts
+from benchmarks.harness.pages import REPORTS
 
 
 @pytest.fixture(scope="module")
@@ -13,9 +13,9 @@ def panels():
     from matplotlib.figure import Figure
 
     made = []
-    for name, report in (("forward_performance", render.FORWARD), ("backward_performance", render.BACKWARD),
-                         ("decode_performance", render_decode.DECODE), ("training", render_training)):
-        for panel in report.panels(json.loads(folders.recorded(f"{name}.json").read_text())):
+    for name in ("forward", "backward", "decode", "training"):
+        result, = REPORTS[name].results()
+        for panel in REPORTS[name].panels(result):
             panel.draw(ax := Figure().subplots())
             made.append((f"{name}: {panel.title}", ax))
     return made

@@ -3,7 +3,6 @@ import numpy as np
 import pytest
 
 import cupy_dma as dma
-from benchmarks.routines import tune_sm90
 from cupy_dma.arrays import numpy_dtype
 from cupy_dma.backends.cuda.runtime import jit
 from cupy_dma.backends.cuda.runtime.configs import LayoutConfig
@@ -34,6 +33,8 @@ def test_the_grids_reach_every_kernel(monkeypatch):
 
 def test_the_tiles_to_be_tuned(monkeypatch):
     pytest.importorskip("torch")
+    from benchmarks.routines import tune_sm90
+
     few = {(case.kind, case.causal): case for case in tune_sm90.cases(list(tune_sm90.KINDS), [192])}
     monkeypatch.setattr(tune_sm90, "cases", lambda kinds, head_dims: [
         case._replace(heads=2, kv_heads=1) for case in few.values()])

@@ -21,7 +21,7 @@ from cupy_dma.backends import numpy as numpy_backend  # noqa: E402
 from cupy_dma.torch import DynamicMaskAttention, DynamicMaskSelfAttention  # noqa: E402
 from cupy_dma.torch.capture import uncollected  # noqa: E402
 from tests.oracle.torch_inputs import same, same_numbers  # noqa: E402, F401
-from tests.project.pages import DOCS, run_page  # noqa: E402
+from tests.project.pages import run_page  # noqa: E402
 
 WIDTH, N = 24, 18
 needs_distributed = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch has no torch.distributed")
@@ -248,17 +248,3 @@ def test_what_the_page_counts(page):
     distance = torch.arange(50)[:, None] - torch.arange(50)
     assert counted["old"] == pytest.approx(float((seen & (distance >= 6)).sum() / seen.sum())) and counted["old"] > 0.2
     assert counted["longest"] == seen.sum(0).max() and counted["life"] == seen.sum(0).median()
-
-
-def test_the_tables_are_the_recorded_ones():
-    import json
-
-    from benchmarks.harness import folders, render_training
-
-    recorded = folders.recorded("training.json")
-    assert recorded is not None
-    result = json.loads(recorded.read_text())
-    for page, marked, expected in (("docs/training.md", render_training.MARKED, render_training.table(result)),
-                                   ("README.md", render_training.SUMMARY, render_training.summary(result))):
-        shown = (DOCS.parent / page).read_text().split(marked.begin)[1].split(marked.end)[0].strip()
-        assert shown == expected, "run: python -m benchmarks training --update-docs"

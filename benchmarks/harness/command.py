@@ -1,0 +1,75 @@
+"""What the routines share around their measurements: options, records, and the words in which a run ends."""
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import measure
+from benchmarks.harness.folders import output, write
+from benchmarks.harness.report import Report
+
+
+class Refused(Exception):
+    """Options that make no sense, or not here."""
+
+
+def at_least_1(args: argparse.Namespace, *names: str) -> None:
+    for name in names:
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise Refused(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+
+
+def listed(allowed: tuple[Any, ...] | None, kind: Callable[[str], Any] = str) -> Callable[[str], list[Any]]:
+    """The type of an option that takes values with commas between them."""
+    def parse(text: str) -> list[Any]:
+        try:
+            found = [kind(part) for part in text.split(",")]
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+        wrong = [x for x in found if allowed is not None and x not in allowed]
+        if wrong:
+            raise argparse.ArgumentTypeError(f"{wrong[0]} is not one of {', '.join(map(str, allowed or ()))}")
+        return found
+
+    return parse
+
+
+def needs_hopper() -> None:
+    if not measure.on_gpu():
+        raise Refused("this needs a Hopper GPU")
+
+
+def options_of(args: argparse.Namespace) -> dict[str, Any]:
+    """What a run was asked for, without where it writes."""
+    return {name: x for name, x in vars(args).items() if name not in ("out", "show", "update_docs")}
+
+
+def write_record(name: str, args: argparse.Namespace, method: str | None, ok: bool = True, **result: Any) -> Path:
+    """Write a result with its method and machine to ``name`` in the folder of this run, or, if it is not right, to a
+    file beside it; where it is."""
+    record = {"method": method, **measure.machine(), **result}
+    record["commit"] = args.commit or record["commit"]
+    path = output(args.out, record["device"]) / name
+    path = path if ok else path.with_suffix(".failed.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write(path, record)
+    return path
+
+
+def finished(path: Path, report: Report, ok: bool) -> int:
+    """Draw the chart of what was recorded, print it, and give the exit status."""
+    result = json.loads(path.read_text())
+    report.chart(result, path.with_suffix(".png"))
+    print(f"{report.text(result)}\nwrote {path}")
+    return 0 if ok else 1
+
+
+def why_not(error: Exception) -> str:
+    """In the row of a peer that cannot run, which is a result too."""
+    words = f"{type(error).__name__}: {error}"
+    if "out of memory" in words.lower() or "OutOfMemory" in words:
+        return "out of memory"
+    return next(line for line in words.splitlines() if line.strip())[:200]

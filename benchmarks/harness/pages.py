@@ -1,0 +1,438 @@
+"""What pages show of each routine's record: ``REPORTS``, by the routine's name. Needs no GPU and no torch."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from benchmarks.harness import pages_evidence, pages_models
+from benchmarks.harness.charts import Panel, size_of
+from benchmarks.harness.report import (
+    Cell,
+    Entry,
+    Line,
+    Piece,
+    Report,
+    Table,
+    against,
+    label,
+    length,
+    lines,
+    machine,
+    markdown,
+    mebibytes,
+    microseconds,
+    milliseconds,
+    ms,
+    ratio,
+    text,
+    times,
+    value,
+)
+
+OURS = "cupy_dma"
+PERFORMANCE = "docs/performance.md"
+CHECKED = "Every case was checked against float64 in the same run. All numbers, the method and the chart: "
+WHERE = "[benchmarks/results](../benchmarks/results)."
+Curves = tuple[tuple[str, str, str, str], ...]  # of a chart: who, stage, label, colour
+
+
+def bytes_of(stage: str) -> Cell:
+    return lambda case: mebibytes(value(case, OURS, stage, "peak_bytes"))
+
+
+# ---- forward and backward -------------------------------------------------------------------------------------------
+def in_tables(case: Entry) -> bool:
+    """The tables show the model-sized cases with 16 heads, and the ends of the original's table; no batches, and
+    independent scores."""
+    if case["set"] == "model":
+        return case["heads"] == 16 and case.get("batch", 1) == 1 and not case.get("pattern")
+    return (case["set"], case["key_length"]) in (("train", 32768), ("infer", 524288))
+
+
+def peers(stage: str) -> tuple[tuple[str, Cell], ...]:
+    return (("cuDNN dense", ms("cudnn", stage)), ("FlashAttention dense", ms("flash", stage)),
+            ("FlexAttention, same mask", ms("flex", stage)))
+
+
+FORWARD = Table((
+    ("N, heads, head dim, window", label), *peers("attention"), ("attention", ms(OURS, "lists+attention")),
+    ("all stages", ms(OURS, "total")), ("against cuDNN", against(("cudnn", "attention"), (OURS, "total"))),
+    ("extra memory", bytes_of("total"))))
+BACKWARD = Table((
+    ("N, heads, head dim, window", label), *peers("backward"), ("backward", ms(OURS, "backward")),
+    ("with lists", ms(OURS, "backward+lists")),
+    ("against cuDNN", against(("cudnn", "backward"), (OURS, "backward+lists"))),
+    ("forward and backward", ms(OURS, "forward+backward")),
+    ("against cuDNN", against(("cudnn", "forward+backward"), (OURS, "forward+backward"))),
+    ("extra memory", bytes_of("forward+backward"))))
+
+
+def of_shapes(table: Table, words: str, result: Entry) -> str:
+    return (f"{table.of(filter(in_tables, result['cases']))}\n\nMilliseconds, medians, batch 1, bfloat16, independent "
+            f"scores, on one {machine(result, 'CUDA', 'torch', 'CuPy')}. {words} {CHECKED}{WHERE}")
+
+
+def by_shape(curves: Curves, result: Entry) -> list[Panel]:
+    """Time against length for each shape, and against the window. The cases of a panel differ in nothing else."""
+    panels: dict[str, tuple[str, list[Entry]]] = {}
+    for case in result["cases"]:
+        shape = f"{case['heads']}/{case['kv_heads']} heads, D {case['head_dim']}"
+        if case.get("batch", 1) > 1:
+            shape = f"batch {case['batch']}, {shape}"
+        if case.get("pattern"):
+            shape += f", {case['pattern']} mask" if case["set"] == "plain" else f", {case['pattern']} scores"
+        if case["set"] == "window":
+            title, axis = f"N {size_of(case['key_length'])}, {shape}, growing window", "window"
+        elif case["query_length"] == 1:
+            title, axis = f"one query, {shape}, w {case['window']}", "key_length"
+        else:
+            title, axis = f"{shape}, w {case['window']}", "key_length"
+        panels.setdefault(title, (axis, []))[1].append(case)
+    several = {title: panel for title, panel in panels.items() if len({case[panel[0]] for case in panel[1]}) > 1}
+    return [lines(title, (Line(points(result["cases"], members, axis, who, stage), *rest)
+                          for who, stage, *rest in curves), "window" if axis == "window" else "keys", "milliseconds")
+            for title, (axis, members) in (several or panels).items()]
+
+
+def points(cases: list[Entry], members: list[Entry], axis: str, who: str, stage: str) -> list[tuple[float, float]]:
+    found = [(case[axis], x) for case in members if (x := value(case, who, stage)) is not None]
+    if not found and axis == "window" and who in ("cudnn", "flash"):
+        # Dense attention does not know the window: one time for all.
+        for case in cases:
+            same = all(case[size] == members[0][size] for size in ("heads", "head_dim", "key_length"))
+            x = value(case, who, stage) if same and case["set"] == "train" else None
+            if x is not None:
+                found = [(member[axis], x) for member in members]
+    return found
+
+
+FORWARD_CURVES: Curves = (
+    ("cudnn", "attention", "cuDNN dense", "tab:red"), ("flash", "attention", "FlashAttention dense", "tab:orange"),
+    ("masked+build", "attention", "SDPA, dense mask by topk", "tab:brown"),
+    ("flex", "attention", "FlexAttention, same mask", "tab:purple"),
+    (OURS, "attention", "cupy_dma attention", "tab:cyan"), (OURS, "total", "cupy_dma all stages", "tab:blue"))
+BACKWARD_CURVES: Curves = (
+    ("cudnn", "backward", "cuDNN dense", "tab:red"),
+    ("cudnn", "forward+backward", "cuDNN dense, forward and backward", "tab:pink"),
+    ("flash", "backward", "FlashAttention dense", "tab:orange"),
+    ("flex", "backward", "FlexAttention, same mask", "tab:purple"), (OURS, "backward", "cupy_dma backward", "tab:cyan"),
+    (OURS, "forward+backward", "cupy_dma, forward and backward, all stages", "tab:blue"))
+
+
+# ---- decode ---------------------------------------------------------------------------------------------------------
+STEP_US, REPLAY_US, BANDWIDTH, STATELESS_US, SPEEDUP, MEMORY = 12.0, 15.0, 0.70, 40.0, 20.0, 1 / 64  # what is wanted
+
+
+def of_set(result: Entry, name: str) -> list[Entry]:
+    return [case for case in result["cases"] if case["set"] == name]
+
+
+def size(count: float | None) -> str:
+    if count is None:
+        return "–"
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+
+
+def dense_ms(case: Entry) -> float | None:
+    """The fastest attention over all keys."""
+    return min((x for who in ("cudnn", "flash", "sdpa") if (x := value(case, who, "dense")) is not None), default=None)
+
+
+def history_bytes(case: Entry) -> int:
+    """Keys and values of the whole history in bfloat16."""
+    return 4 * case["batch"] * case["key_length"] * case["kv_heads"] * case["head_dim"]
+
+
+def of_step(case: Entry, field: str = "ms", parts: int = 1) -> float | None:
+    """Of a step with the whole window, or a part of it."""
+    return value(case, OURS, f"step w{case['window'] // parts}", field)
+
+
+def bandwidth(result: Entry, case: Entry) -> float | None:
+    """Bytes of the kept rows by the time of a step, in parts of the copy bandwidth."""
+    spent, kept = of_step(case), of_step(case, "kept_bytes")
+    return kept / spent / 1e9 / result["copy_tb_s"] if spent and kept else None
+
+
+def speedup(case: Entry) -> float | None:
+    """Attention over all keys against a step of the whole window."""
+    return ratio(dense_ms(case), of_step(case))
+
+
+def goals(result: Entry) -> list[Entry]:
+    """What is wanted: name, what was found (None: not measured), the limit, and whether it is a least or a most."""
+    found: list[Entry] = []
+
+    def add(name: str, numbers: Any, limit: float, unit: str, least: bool = False) -> None:
+        known = [x for x in numbers if x is not None]
+        worst = (min if least else max)(known, default=None)
+        ok = None if worst is None else worst >= limit if least else worst <= limit
+        found.append({"name": name, "found": worst, "limit": limit, "unit": unit, "least": least, "ok": ok})
+
+    def us(members: list[Entry], stage: str, field: str = "ms") -> Iterator[float | None]:
+        return (None if (x := value(case, OURS, stage, field)) is None else 1e3 * x for case in members)
+
+    def serving(batch: int, heads: int, keys: int | None = None) -> list[Entry]:
+        return [case for case in of_set(result, "serving") if (case["batch"], case["heads"]) == (batch, heads)
+                and keys in (None, case["key_length"])]
+
+    original = of_set(result, "original")
+    full = [case for case in original if case["key_length"] > case["window"]]
+    add("step, 1 sequence, 2/1 heads, D 64, w 1024, longest of all histories", us(full, "step w1024"), STEP_US, "µs")
+    add("the same as a graph replay, between GPU events, nothing in the L2 cache", us(full, "step w1024", "cold_ms"),
+        REPLAY_US, "µs")
+    add("the same, replays queued", us(full, "step w1024 replay", "queued_ms"), REPLAY_US, "µs")
+    add("the same, from the call to the end of the wait for it", us(full, "step w1024 replay"), REPLAY_US, "µs")
+    add("stateless, 1 query, 512K keys, with selection",
+        us([case for case in original if case["key_length"] == 524288], "stateless"), STATELESS_US, "µs")
+    add("step, batch 32, 16/8 heads, D 128, w 2048, part of the copy bandwidth",
+        (bandwidth(result, case) for case in serving(32, 16)), BANDWIDTH, "", least=True)
+    long = serving(8, 32, 131072)
+    add("step, batch 8, 32/8 heads, D 128, w 2048, times as fast as SDPA over 128K", map(speedup, long), SPEEDUP, "×",
+        least=True)
+    add("its keys and values, part of those of the history",
+        (part / history_bytes(case) for case in long if (part := of_step(case, "kept_bytes"))), MEMORY, "")
+    return found
+
+
+def goal_number(goal: Entry, x: float | None) -> str:
+    if x is None:
+        return "–"
+    shown = f"{x:.4f}" if goal["limit"] < 0.1 else f"{x:.2f}" if goal["limit"] < 1 else f"{x:.1f}"
+    return f"{shown} {goal['unit']}".strip()
+
+
+def us_of(who: str, stage: str) -> Cell:
+    return lambda case: microseconds(value(case, who, stage.format(**case)))
+
+
+ORIGINAL = Table((
+    ("1 query, keys", lambda case: length(case["key_length"])), ("all keys: cuDNN", us_of("cudnn", "dense")),
+    ("FlashAttention", us_of("flash", "dense")), ("masked SDPA", us_of("masked", "attention")),
+    ("with its mask built", us_of("masked+build", "attention")), ("FlexAttention", us_of("flex", "attention")),
+    ("stateless", us_of(OURS, "stateless")), ("interval mask given", us_of(OURS, "prepared")),
+    ("cache step", us_of(OURS, "step w{window}")), ("replay, end to end", us_of(OURS, "step w{window} replay"))),
+    words=0)
+GOALS = Table((("what", lambda goal: goal["name"]), ("found", lambda goal: goal_number(goal, goal["found"])),
+               ("wanted", lambda goal: f"{'≥' if goal['least'] else '≤'} {goal_number(goal, goal['limit'])}")))
+
+
+def decode_table(result: Entry) -> str:
+    def of_copy(case: Entry) -> str:
+        part = bandwidth(result, case)
+        return "–" if part is None else f"{100 * part:.0f} %"
+
+    serving = Table((
+        ("batch, heads, history",
+         lambda case: f"{case['batch']}, {case['heads']}/{case['kv_heads']}, {length(case['key_length'])}"),
+        ("SDPA over all keys", lambda case: microseconds(dense_ms(case))),
+        ("its memory", lambda case: size(history_bytes(case))),
+        ("step, half the window", lambda case: microseconds(of_step(case, parts=2))),
+        ("step", lambda case: microseconds(of_step(case))), ("of copy bandwidth", of_copy),
+        ("times as fast", lambda case: times(speedup(case))),
+        ("memory of the cache", lambda case: size(of_step(case, "cache_bytes")))))
+    copy = f"; copy bandwidth {result['copy_tb_s']:.2f} TB/s"
+    words = (f"Microseconds, medians, bfloat16, independent scores, on one "
+             f"{machine(result, 'CUDA', 'torch', 'CuPy', more=copy)}. First table: batch 1, 2/1 heads, D 64, w 1024; "
+             f"second: D 128, w 2048 and its half. *Stateless* includes the selection; *end to end* is the wall time "
+             f"of a replayed step and the wait for it ({result['empty_replay_us']:.1f} for one tiny kernel); the "
+             f"others are GPU times. *SDPA over all keys* is the faster of cuDNN and FlashAttention. Every output was "
+             f"checked against float64 in the same run. All numbers and the method: {WHERE}")
+    tables = ORIGINAL.of(of_set(result, "original")), serving.of(of_set(result, "serving")), GOALS.of(goals(result))
+    return "\n\n".join([*tables, words])
+
+
+def with_goals(found: Callable[[Entry], list[Entry]], word: Callable[[Entry], str], result: Entry) -> str:
+    """What a run prints, and how far its goals were reached."""
+    return "\n".join([text(result), *(f"{goal['name']:<88} {word(goal)}" for goal in found(result))])
+
+
+def decode_goal(goal: Entry) -> str:
+    reached = {None: "", True: "reached", False: "NOT REACHED"}[goal["ok"]]
+    bound = "at least" if goal["least"] else "at most"
+    return f"{goal_number(goal, goal['found']):>9} of {bound} {goal_number(goal, goal['limit'])}  {reached}"
+
+
+DECODE_CURVES: Curves = (
+    ("cudnn", "dense", "cuDNN, all keys", "tab:red"), ("flash", "dense", "FlashAttention, all keys", "tab:orange"),
+    ("masked", "attention", "SDPA, mask given", "tab:pink"),
+    ("masked+build", "attention", "SDPA, mask built", "tab:brown"),
+    ("flex", "attention", "FlexAttention, block mask given", "tab:purple"),
+    (OURS, "stateless", "stateless, with selection", "tab:cyan"), (OURS, "step w{window}", "cache step", "tab:blue"))
+
+
+def by_history(result: Entry) -> list[Panel]:
+    """Time against history: the original's table, then a panel for each batch and number of heads."""
+    groups: dict[str, list[Entry]] = {}
+    for case in result["cases"]:
+        title = (f"batch {case['batch']}, {case['heads']}/{case['kv_heads']} heads, D {case['head_dim']}, "
+                 f"w {case['window']}")
+        groups.setdefault(title, []).append(case)
+    return [lines(title, (Line([(case["key_length"], 1e3 * x) for case in members
+                                if (x := value(case, who, stage.format(**case))) is not None], *rest)
+                          for who, stage, *rest in DECODE_CURVES), "keys in the history", "microseconds")
+            for title, members in groups.items()]
+
+
+# ---- dense ----------------------------------------------------------------------------------------------------------
+# What the ratios should not exceed.
+FLEX, BLOCKS, COLUMNS, INTERVAL, VARLEN, PLAIN, CAPPED = 1.25, 1 / 4, 1 / 6, 1.3, 1 / 0.85, 1 / 0.9, 1 / 0.85
+
+
+def ratios(result: Entry) -> list[Entry]:
+    """Every ratio that has a limit: name, our time, the time it is compared with (None: not measured), ratio, limit."""
+    found: list[Entry] = []
+
+    def add(name: str, ours: float | None, other: float | None, limit: float) -> None:
+        found.append({"name": name, "ours": ours, "other": other, "ratio": ratio(ours, other), "limit": limit})
+
+    def of(case: Entry, stage: str, who: str = OURS) -> float | None:
+        return value(case, who, stage)
+
+    stages = "forward", "backward"
+    for case in of_set(result, "random"):
+        for stage in stages:
+            add(f"half visible, dense bias, {stage}, against FlexAttention", of(case, stage), of(case, stage, "flex"),
+                FLEX)
+    for name, words, limit in (("blocks", "1/8 of the tiles visible", BLOCKS),
+                               ("columns", "1/16 of the keys", COLUMNS)):
+        for case in of_set(result, name):
+            for shape in ("shared", "per head"):
+                for stage in stages:
+                    add(f"{words}, mask {shape}, {stage}, against all visible",
+                        of(case, f"{stage} sparse, {shape}"), of(case, f"{stage} full, {shape}"), limit)
+    for case in of_set(result, "interval"):
+        read = of(case, "read", "torch")
+        for stage in stages:
+            plain = of(case, f"{stage} interval")
+            add(f"top-w mask as a dense boolean, {stage}, against intervals and a read of the mask",
+                of(case, f"{stage} dense"), None if plain is None or read is None else plain + read, INTERVAL)
+    for name in ("causal", "top-w"):
+        for case in of_set(result, f"varlen {name}"):
+            for stage in stages:
+                pairs, equal = (value(case, OURS, f"{stage} {which}", "pairs") for which in ("unequal", "equal, batch"))
+                other = of(case, f"{stage} equal, batch")
+                if other is not None and pairs and equal:
+                    other *= pairs / equal
+                add(f"{name}, 64 unequal sequences, {stage}, against equal ones, per pair",
+                    of(case, f"{stage} unequal"), other, VARLEN)
+    for case in of_set(result, "plain"):
+        for words in ("all keys", "causal"):
+            for more, limit, other_words in (("", PLAIN, ""), (", bias of keys and softcap", CAPPED, " without these")):
+                add(f"D {case['head_dim']}, N {case['key_length']}, {words}{more}, forward, against "
+                    f"cuDNN{other_words}", of(case, f"forward {words}{more}"), of(case, f"forward {words}", "cudnn"),
+                    limit)
+    return found
+
+
+def ratio_words(goal: Entry) -> str:
+    return "–" if goal["ratio"] is None else f"{goal['ratio']:.2f}"
+
+
+RATIOS = Table((("what", lambda goal: goal["name"]), ("ours, ms", lambda goal: milliseconds(goal["ours"])),
+                ("against, ms", lambda goal: milliseconds(goal["other"])), ("ratio", ratio_words),
+                ("wanted", lambda goal: f"≤ {goal['limit']:.2f}")))
+
+
+def dense_table(result: Entry) -> str:
+    return (f"{RATIOS.of(ratios(result))}\n\nMedians, bfloat16, 16/8 heads, D 128 and N 8192 unless told (varlen: 64 "
+            f"sequences of 100 to 8000 tokens), on one {machine(result, 'CUDA', 'torch', 'CuPy')}. Our times include "
+            f"packing a dense mask; FlexAttention's exclude building its block mask. Every output was checked against "
+            f"float64 in the same run. All numbers and the method: {WHERE}")
+
+
+def bars(result: Entry) -> list[Panel]:
+    """Each ratio as a bar in units of its limit, under its name."""
+    measured = [goal for goal in ratios(result) if goal["ratio"] is not None][::-1]
+
+    def draw(ax: Any) -> None:
+        parts = [goal["ratio"] / goal["limit"] for goal in measured]
+        ax.barh(range(len(measured)), parts, height=0.4,
+                color=["tab:blue" if part <= 1 else "tab:orange" for part in parts])
+        for at, goal in enumerate(measured):
+            ax.text(0, at + 0.26, f"{goal['ratio']:.2f} of {goal['limit']:.2f}: {goal['name']}", fontsize=6.5,
+                    in_layout=False)
+        ax.axvline(1, color="black", linewidth=0.8)
+        ax.set_yticks([])
+        ax.margins(y=0.02)
+        ax.set_xlabel("time in units of the limit (left of the line is better)")
+
+    return [Panel("Ratios of times", draw, 0.8 + 0.32 * len(measured))] if measured else []
+
+
+# ---- intervals and portable -----------------------------------------------------------------------------------------
+def intervals_table(result: Entry) -> str:
+    dense: dict[tuple[int, int], Entry] = {}  # cuDNN is measured once for each length and head dim
+    for case in result["cases"]:
+        if value(case, "cudnn", "backward") is not None:
+            dense.setdefault((case["key_length"], case["head_dim"]), case)
+
+    def other(case: Entry, stage: str) -> float | None:
+        return value(dense.get((case["key_length"], case["head_dim"]), case), "cudnn", stage)
+
+    def faster(stage: str) -> Cell:
+        def cell(case: Entry) -> str:
+            gain = ratio(other(case, stage), value(case, OURS, stage))
+            return "–" if gain is None else f"{gain:.1f}"
+
+        return cell
+
+    def allowed(case: Entry) -> str:
+        kept = case["check"]["kept_pairs"]
+        return f"{case['causal_pairs'] / kept:.1f}" if kept else "–"
+
+    table = Table((
+        ("N, head dim, mask", lambda case: f"{case['key_length'] // 1024}K, D {case['head_dim']}, {case['pattern']}"),
+        ("forward with lists", ms(OURS, "forward with lists")), ("forward", ms(OURS, "forward")),
+        ("backward", ms(OURS, "backward")), ("both", ms(OURS, "forward+backward")),
+        ("cuDNN backward", lambda case: milliseconds(other(case, "backward"))),
+        ("cuDNN both", lambda case: milliseconds(other(case, "forward+backward"))),
+        ("Flex backward", ms("flex", "backward")), ("Flex both", ms("flex", "forward+backward")),
+        ("backward, times cuDNN", faster("backward")), ("both, times cuDNN", faster("forward+backward")),
+        ("allowed", allowed)))
+    return (f"{table.of(result['cases'])}\n\nMilliseconds, medians, batch 1, 16/8 heads, bfloat16, on one "
+            f"{machine(result)}; masks and method: `python -m benchmarks intervals --help`. All gradients were checked "
+            f"against float64 in the same run.")
+
+
+def portable_table(result: Entry) -> str:
+    def rows() -> Iterator[list[str]]:
+        for case in result["cases"]:
+            mask = "causal" if case["set"] == "plain" else f"w {case['window']}"
+            for stage in ("forward", "backward"):
+                other = value(case, "flash", stage)
+                gains = (ratio(other, value(case, card, stage)) for card in ("own", "A100", "RTX"))
+                yield [f"{case['key_length'] // 1024}K, D {case['head_dim']}, {mask}", stage, milliseconds(other),
+                       *("–" if gain is None else f"{gain:.2f}" for gain in gains)]
+
+    table = markdown(["N, head dim, mask", "", "FlashAttention, ms", "227 KiB", "163 KiB (A100)", "99 KiB (RTX)"],
+                     rows(), words=2).replace("|  |", "| |", 1)
+    return (f"{table}\n\nHow many times as fast as dense causal FlashAttention-2 the portable kernels are, 16/8 heads, "
+            f"bfloat16, on one {result['device']} with the occupancy of other cards, {result['date'][:10]}: see "
+            f"`python -m benchmarks portable --help`. All gradients were checked against float64 in the same run.")
+
+
+# ---- all ------------------------------------------------------------------------------------------------------------
+def of_suite(name: str, table: Callable[[Entry], str], title: str = "", **more: Any) -> Report:
+    return Report(name, f"{name}_performance.json", (Piece(name, PERFORMANCE, table),),
+                  title=lambda result: f"{title}, bfloat16, {result['device']}", **more)
+
+
+REPORTS = {report.name: report for report in (
+    of_suite("forward", partial(of_shapes, FORWARD,
+                                "*Attention* includes the key lists; *all stages* adds key scores and selection. "
+                                "*FlexAttention* is given its block mask."),
+             "Forward pass", panels=partial(by_shape, FORWARD_CURVES)),
+    of_suite("backward", partial(of_shapes, BACKWARD,
+                                 "*Backward* gives the gradients of query, key, value and bias; *with lists* also "
+                                 "builds the key lists of the mask. *Forward and backward* is everything from the "
+                                 "values on: key scores, selection, attention and the gradients of all of them. "
+                                 "*FlexAttention* has the same mask and a learned bias."),
+             "Backward pass", panels=partial(by_shape, BACKWARD_CURVES)),
+    of_suite("decode", decode_table, "One query at the end of a history", panels=by_history,
+             text=partial(with_goals, goals, decode_goal)),
+    of_suite("dense", dense_table, "Dense masks, dense biases and varlen", panels=bars,
+             text=partial(with_goals, ratios, lambda goal: f"{ratio_words(goal):>7} of {goal['limit']:.2f}")),
+    of_suite("intervals", intervals_table), of_suite("portable", portable_table),
+    *pages_models.REPORTS, *pages_evidence.REPORTS)}

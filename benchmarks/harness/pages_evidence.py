@@ -1,0 +1,387 @@
+"""What docs/evidence.md shows of mqar, language_model and needle. Needs no torch."""
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.harness.charts import Panel, by_size, colormaps
+from benchmarks.harness.folders import EVIDENCE
+from benchmarks.harness.report import Piece, Report, markdown
+
+Row = dict[str, Any]
+COLOURS = {"full": "black", "window": "tab:gray", "random": "tab:olive", "bias": "tab:brown", "selection": "tab:purple",
+           "dynamic": "tab:blue", "global": "tab:green"}
+
+
+def where(result: dict[str, Any]) -> str:
+    """On what the rows were recorded, and what they cost."""
+    rows = result["rows"]
+    devices, commits, dates = (sorted({row[name] for row in rows}) for name in ("device", "commit", "date"))
+    minutes = sum(row["seconds"] for row in rows) / 60
+    return (f"{len(rows)} models in {minutes:.1f} minutes on {', '.join(devices)}, {dates[0][:10]} to "
+            f"{dates[-1][:10]}, commit {', '.join(one[:12] or '?' for one in commits)}.")
+
+
+def spread(values: list[float], scale: float = 1.0, digits: int = 1) -> str:
+    """The mean of the seeds and, in brackets, the least and the greatest where they differ; how many are NaN."""
+    lost, values = sum(map(math.isnan, values)), [x for x in values if not math.isnan(x)]
+    if lost:
+        return f"{spread(values, scale, digits)}, {lost} NaN" if values else "NaN"
+    if not values:
+        return "–"
+    low, mean, high = (f"{scale * x:.{digits}f}" for x in (min(values), statistics.mean(values), max(values)))
+    return mean if low == high else f"{mean} ({low}–{high})"
+
+
+def grouped(rows: list[Row], without: tuple[str, ...]) -> dict[tuple[Any, ...], list[Row]]:
+    """Rows whose settings differ in nothing but ``without``."""
+    found: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        key = tuple(sorted((name, x) for name, x in row["settings"].items()
+                           if name not in without and not isinstance(x, list)))
+        found.setdefault(key, []).append(row)
+    return found
+
+
+def words(one: dict[str, Any]) -> str:
+    """The attention of a row's settings."""
+    kind = one["kind"]
+    if kind in ("full", "window", "random"):
+        return {"full": "full attention", "window": "sliding window", "random": "random keys"}[kind]
+    start = f"A {'drawn ±' if one['drawn'] else ''}{one['start']:g}{', fixed' if one['fixed'] else ''}"
+    name = {"bias": "all keys, scores as bias", "selection": "selected, no bias", "dynamic": "dynamic mask",
+            "global": "dynamic mask, global"}[kind]
+    extra = "".join(f", {one[what]} {word}" for what, word in (("recent", "recent"), ("sinks", "sinks")) if one[what])
+    rate = f", scores' rate ×{one['scores_rate']:g}" if one["scores_rate"] != 1 else ""
+    frozen = ", then frozen" if one.get("frozen") else ""
+    return f"{name}, {one['form']}, {start}{rate}{extra}{frozen}"
+
+
+def named(one: dict[str, Any]) -> str:
+    """For the progress of a run."""
+    return f"w {budget(one)}, {words(one)}" if budget(one) else words(one)
+
+
+def budget(one: dict[str, Any]) -> int:
+    return 0 if one["kind"] in ("full", "bias") else one["window"] + one["recent"] + one["sinks"]
+
+
+# ---- recall ----------------------------------------------------------------------------------------------------------
+LEARNED = 0.95  # right answers of a model that has learned the task
+
+
+def right(row: Row) -> float:
+    """The best of a model's checks."""
+    return max(row["curve"])
+
+
+def shown(rows: list[Row]) -> str:
+    """Mean and range of the seeds, and their mean at the end where that is worse by a point or more."""
+    best, last = (statistics.mean(one) for one in ([right(row) for row in rows], [row["curve"][-1] for row in rows]))
+    return spread([right(row) for row in rows], 100) + (f" → {100 * last:.0f}" if last <= best - 0.01 else "")
+
+
+def best(rows: list[Row]) -> list[Row]:
+    """Of rows that differ in rate and seed, those of the rate whose mean accuracy is the highest."""
+    rates = grouped(rows, ("seed",)).values()
+    return max(rates, key=lambda own: statistics.mean(map(right, own)))
+
+
+def recall_stacks(result: dict[str, Any]) -> list[list[Row]]:
+    """The rows of each setting at its best rate, in the order of the settings' sizes."""
+    found = [best(rows) for rows in grouped(result["rows"], ("seed", "rate")).values()]
+
+    def order(rows: list[Row]) -> tuple[Any, ...]:
+        one = rows[0]["settings"]
+        task = one["width"], one["length"], one["pairs"], not one["grow"]
+        return *task, list(COLOURS).index(one["kind"]), words(one), budget(one)
+
+    return sorted(found, key=order)
+
+
+def name_of(one: dict[str, Any]) -> str:
+    """The attention of a row's settings, its recent keys as a share of all that a query sees."""
+    name = words({**one, "recent": 0, "sinks": 0})
+    if one["recent"]:
+        name += f", {one['recent'] / budget(one):.2g} of w recent" + ", a sink" * one["sinks"]
+    return name
+
+
+def task_of(one: dict[str, Any]) -> str:
+    return f"{one['pairs']} pairs in {one['length']} tokens, width {one['width']}"
+
+
+def by_task(result: dict[str, Any]) -> str:
+    """A table for each task, the one with most settings first: a line for each attention, a column for each number of
+    keys."""
+    tasks: dict[str, dict[str, dict[float, str]]] = {}
+    for rows in recall_stacks(result):
+        one = rows[0]["settings"]
+        lines = tasks.setdefault(task_of(one) + ", full length from the first step" * (not one["grow"]), {})
+        lines.setdefault(name_of(one), {})[budget(one) / one["pairs"]] = shown(rows)
+    parts = []
+    for task, lines in sorted(tasks.items(), key=lambda item: -len(item[1])):
+        columns = sorted({part for cells in lines.values() for part in cells if part}) or [0]
+        head = [task, *(f"w = {part:g} pairs" if part else "all keys" for part in columns)]
+        parts.append(markdown(head, [[name, *(cells.get(part, cells.get(0, "–")) for part in columns)]
+                                     for name, cells in lines.items()]))
+    return "\n\n".join(parts)
+
+
+def often(result: dict[str, Any]) -> str:
+    """How many models learned the task that see as many keys as there are pairs, or all; those of earlier runs with the
+    same settings, seeds and data count, too (``mqar_earlier.json``). Of each run, the rate that is best in it."""
+    earlier = json.loads((EVIDENCE / "mqar_earlier.json").read_text())["models"]
+    found: dict[str, dict[str, tuple[int, int]]] = {}
+    for rows in recall_stacks(result):
+        one = rows[0]["settings"]
+        if one["grow"] and one["kind"] in ("full", "dynamic") and budget(one) in (0, one["pairs"]):
+            name, task = name_of(one), task_of(one)
+            learned, count = earlier.get(name, {}).get(task, (0, 0))
+            learned += sum(right(row) >= LEARNED for row in rows)
+            found.setdefault(name, {})[task] = learned, count + len(rows)
+    tasks = list(dict.fromkeys(task_of(rows[0]["settings"]) for rows in recall_stacks(result)))
+    tasks = [task for task in tasks if sum(task in lines for lines in found.values()) > 1]
+    head = [f"models with {100 * LEARNED:.0f} % or more, w = pairs", *tasks]
+    cells = [[f"{lines[task][0]} of {lines[task][1]}" if task in lines else "–" for task in tasks]
+             for lines in found.values()]
+    return markdown(head, [[name, *row] for name, row in zip(found, cells)])
+
+
+def recall_table(result: dict[str, Any]) -> str:
+    return f"{by_task(result)}\n\n{often(result)}"
+
+
+def recall_panels(result: dict[str, Any]) -> list[Panel]:
+    """Accuracy against the number of keys, of the task that has most settings; bars: the range of the seeds."""
+    by_task: dict[tuple[int, ...], list[list[Row]]] = {}
+    for rows in recall_stacks(result):
+        one = rows[0]["settings"]
+        if one["grow"]:
+            by_task.setdefault((one["length"], one["pairs"], one["width"]), []).append(rows)
+    (length, pairs, width), chosen = max(by_task.items(), key=lambda item: len(item[1]))
+    curves: dict[str, list[tuple[int, float, float, float]]] = {}
+    kinds: dict[str, Row] = {}
+    for rows in chosen:
+        one, answered = rows[0]["settings"], [100 * right(row) for row in rows]
+        name = words({**one, "recent": 0, "sinks": 0})
+        if not one["recent"] and not one["sinks"]:
+            curves.setdefault(name, []).append((budget(one), statistics.mean(answered), min(answered), max(answered)))
+            kinds[name] = one
+    curves = {name: points for name, points in curves.items() if len(points) > 1 or not points[0][0]}
+    ends = sorted({w for points in curves.values() for w, *_ in points if w} or {pairs})
+
+    def draw(ax: Any) -> None:
+        dynamic = iter(colormaps()["tab10"]([0, 1, 3, 9, 6, 8] * 6))
+        for i, (name, points) in enumerate(curves.items()):
+            colour = next(dynamic) if kinds[name]["kind"] == "dynamic" else COLOURS[kinds[name]["kind"]]
+            if points[0][0] == 0:
+                ax.axhspan(points[0][2], points[0][3], color=colour, alpha=0.2)
+                ax.axhline(points[0][1], color=colour, linestyle="--", label=name)
+            else:
+                w, mean, low, high = zip(*points)
+                bars = [[m - a for m, a in zip(mean, low)], [b - m for m, b in zip(mean, high)]]
+                beside = [x * 1.012**(i - len(curves) / 2) for x in w]  # bars of equal numbers of keys side by side
+                linear = kinds[name]["kind"] in ("dynamic", "global") and kinds[name]["form"] == "linear"
+                ax.errorbar(beside, mean, yerr=bars, marker="s" if linear else "o", linestyle=":" if linear else "-",
+                            markersize=3, capsize=2, color=colour, label=name)
+        ax.axvline(pairs, color="tab:red", linewidth=0.7, linestyle=":")
+        ax.set_xscale("log", base=2)
+        ax.set_xticks(ends, map(str, ends))
+        ax.set_xlabel(f"keys that a query sees (dotted: {pairs} pairs)")
+        ax.set_ylabel("right answers, %")
+        ax.grid(alpha=0.3)
+
+    return [Panel(f"{pairs} pairs in {length} tokens, width {width}; mean and range of seeds", draw, 4.2)]
+
+
+# ---- language models -------------------------------------------------------------------------------------------------
+BINS = (0, 64, 256, 1024, 4096)  # of the table: where its columns begin
+RATE = 1e-3  # of all rows but those that try another
+LIVES = ("never seen", "to w / 4", "to w", "to 4 w", "longer", "to the end")
+
+
+def language_stacks(result: dict[str, Any]) -> list[list[Row]]:
+    """The seeds of each setting, by length, keys and kind."""
+    def order(rows: list[Row]) -> tuple[Any, ...]:
+        one = rows[0]["settings"]
+        return one["length"], list(COLOURS).index(one["kind"]), budget(one), words(one), one["rate"]
+
+    return sorted(grouped(result["rows"], ("seed",)).values(), key=order)
+
+
+def language_label(one: dict[str, Any]) -> str:
+    return words(one) + (f", rate {one['rate']:g}" if one["rate"] != RATE else "")
+
+
+def between(row: Row, low: int, high: int) -> float | None:
+    """Nats per byte at the positions from ``low`` to ``high``, whose bins there must be."""
+    edges = row["edges"]
+    bins = [(b - a, x) for a, b, x in zip(edges, edges[1:], row["by_position"]) if low <= a and b <= high]
+    return sum(n * x for n, x in bins) / sum(n for n, _ in bins) if bins else None
+
+
+def columns(rows: list[Row]) -> list[tuple[int, int]]:
+    longest = max(row["edges"][-1] for row in rows)
+    ends = [b for b in (*BINS[1:], longest) if b <= longest]
+    return list(dict.fromkeys(zip(BINS, ends)))
+
+
+def language_table(result: dict[str, Any]) -> str:
+    """Nats per byte by position; then how long keys live at the end of training, over all layers and heads."""
+    found, spans = language_stacks(result), columns(result["rows"])
+    lines = []
+    for rows in found:
+        one = rows[0]["settings"]
+        parts = [[x for row in rows if (x := between(row, a, b)) is not None] for a, b in spans]
+        whole = [between(row, 0, row["edges"][-1]) or 0.0 for row in rows]
+        lines.append([str(one["length"]), language_label(one), str(budget(one) or "all"), spread(whole, digits=3),
+                      *(spread(part, digits=3) for part in parts)])
+    losses = markdown(["bytes", "attention", "w", "all positions", *(f"{a} to {b}" for a, b in spans)], lines, words=2)
+    lives = []
+    for rows in found:
+        one = rows[0]["settings"]
+        if rows[0]["lives"]:
+            shares = [shares_of(row["lives"][-1]["counts"]) for row in rows]
+            lives.append([str(one["length"]), language_label(one), str(budget(one)),
+                          *(f"{100 * statistics.mean(x):.0f} %" for x in zip(*shares))])
+    if not lives:
+        return losses
+    return losses + "\n\n" + markdown(["bytes", "keys that live", "w", *LIVES], lives, words=2)
+
+
+def shares_of(counts: list[list[str]]) -> list[float]:
+    """The share of keys in each class of lives, over layers and heads."""
+    heads = [list(map(int, head.split())) for layer in counts for head in layer]
+    total = [sum(x) for x in zip(*heads)]
+    return [x / sum(total) for x in total]
+
+
+def language_panels(result: dict[str, Any]) -> list[Panel]:
+    """What each attention loses against full attention, by position; and lives over training by layer."""
+    found = [rows for rows in language_stacks(result) if rows[0]["settings"]["rate"] == RATE
+             and not any(math.isnan(x) for row in rows for x in row["by_position"])]
+    length = min(rows[0]["settings"]["length"] for rows in found)
+    own = [rows for rows in found if rows[0]["settings"]["length"] == length]
+    bars = []  # height, step, shares: a group for each setting, below its name
+    names = []  # height, setting
+    height = 0
+    for rows in (rows for rows in own if rows[0]["lives"]):
+        names.append((height, f"w {budget(rows[0]['settings'])}, {words(rows[0]['settings'])}"))
+        for life in rows[0]["lives"]:
+            height += 1
+            bars.append((height, life["step"], shares_of(life["counts"])))
+        height += 1
+
+    def losses(ax: Any) -> None:
+        full = next((rows for rows in own if rows[0]["settings"]["kind"] == "full"), own[0])
+        middle = [(a + b) / 2 for a, b in itertools.pairwise(full[0]["edges"])]
+        colours = iter(colormaps()["tab10"]([0, 1, 2, 3, 4, 6, 8, 9] * 6))
+        budgets = sorted({budget(rows[0]["settings"]) for rows in own})
+        styles = dict(zip(budgets, itertools.cycle(("-", "--", "-.", ":"))))
+        for rows in own:
+            one = rows[0]["settings"]
+            apart = [[x - y for x, y in zip(row["by_position"], other["by_position"])]
+                     for row, other in zip(rows, full)]
+            mean, low, high = ([kind(x) for x in zip(*apart)] for kind in (statistics.mean, min, max))
+            colour = next(colours) if one["kind"] == "dynamic" else COLOURS[one["kind"]]
+            ranges = [[m - a for m, a in zip(mean, low)], [b - m for m, b in zip(mean, high)]]
+            ax.errorbar(middle, mean, yerr=ranges, marker="o", markersize=3, capsize=2, color=colour,
+                        linestyle=styles[budget(one)], label=f"w {budget(one) or 'all'}, {words(one)}")
+        by_size(ax, "position in the file, bytes")
+        ax.set_ylabel("nats per byte more than full attention")
+        ax.grid(alpha=0.3)
+
+    def lives(ax: Any) -> None:
+        heights, steps, shares = zip(*bars)
+        left = [0.0] * len(bars)
+        for i, (name, colour) in enumerate(zip(LIVES, colormaps()["viridis"]([i / 5 for i in range(6)]))):
+            width = [share[i] for share in shares]
+            ax.barh(heights, width, left=left, color=colour, label=name)
+            left = [a + b for a, b in zip(left, width)]
+        for at, name in names:
+            ax.text(0, at, name, fontsize=7, va="center", in_layout=False)
+        ax.set_yticks(heights, map(str, steps), fontsize=6)
+        ax.set_ylim(height, -1)
+        ax.set_ylabel("training step")
+        ax.set_xlabel("share of keys by how long they stay visible")
+
+    made = [Panel(f"{length} bytes; mean and range of the seeds", losses, 4.5)]
+    return made + ([Panel("How long keys live, by layer", lives, 1 + 0.13 * height)] if bars else [])
+
+
+# ---- needles ---------------------------------------------------------------------------------------------------------
+OF = {False: "text alone", True: "with needles"}
+
+
+def needle_stacks(result: dict[str, Any]) -> list[list[Row]]:
+    def order(rows: list[Row]) -> tuple[Any, ...]:
+        one = rows[0]["settings"]
+        return one["planted"], list(COLOURS).index(one["kind"]), words(one)
+
+    return sorted(grouped(result["rows"], ("seed",)).values(), key=order)
+
+
+def share(row: Row, what: str, length: int, of: str = "needles") -> float | None:
+    """Of the needles of one length, at all depths."""
+    cells = [cell for cell in row["cells"] if cell["length"] == length]
+    total = row["settings"]["needles"] * len(cells) if of == "needles" else sum(cell[of] for cell in cells)
+    return sum(cell[what] for cell in cells) / total if total else None
+
+
+def needle_table(result: dict[str, Any]) -> str:
+    """A line for each attention, and for each length found, survived, found of those that survived."""
+    lengths = sorted({cell["length"] for row in result["rows"] for cell in row["cells"]})
+    lines = []
+    for rows in needle_stacks(result):
+        one = rows[0]["settings"]
+        cells = [" / ".join(spread([x for row in rows if (x := share(row, what, length, of)) is not None], 100, 0)
+                            for what, of in (("found", "needles"), ("survived", "needles"), ("both", "survived")))
+                 for length in lengths]
+        lines.append([OF[one["planted"]], words(one), *cells])
+    return markdown(["trained", "attention", *(f"{length} bytes" for length in lengths)], lines, words=2)
+
+
+def needle_panels(result: dict[str, Any]) -> list[Panel]:
+    """Found and survived by length and depth, mean of the seeds: a map for each attention."""
+    def drawn(rows: list[Row], what: str) -> Callable[[Any], None]:
+        def draw(ax: Any) -> None:
+            one = rows[0]["settings"]
+            cells = {(cell["length"], cell["depth"]): 0.0 for cell in rows[0]["cells"]}
+            for row in rows:
+                for cell in row["cells"]:
+                    cells[cell["length"], cell["depth"]] += cell[what] / one["needles"] / len(rows)
+            lengths, depths = (sorted({key[i] for key in cells}) for i in (0, 1))
+            ax.imshow([[cells[n, depth] for depth in depths] for n in lengths], vmin=0, vmax=1, cmap="RdYlGn",
+                      aspect="auto")
+            ax.set_xticks(range(len(depths)), [f"{depth:g}" for depth in depths], fontsize=8)
+            ax.set_yticks(range(len(lengths)), map(str, lengths), fontsize=8)
+            ax.set_xlabel("depth", fontsize=8)
+            ax.set_ylabel("context", fontsize=8)
+
+        return draw
+
+    return [Panel(f"{what}, {OF[rows[0]['settings']['planted']]}\n{words(rows[0]['settings'])}", drawn(rows, what), 2)
+            for rows in needle_stacks(result) for what in ("found", "survived")]
+
+
+# ---- all ------------------------------------------------------------------------------------------------------------
+def of_evidence(name: str, shows: str, table: Callable[[Any], str], panels: Callable[[Any], list[Panel]]) -> Report:
+    def part(result: dict[str, Any]) -> str:
+        models = len(result["rows"])
+        return (f'<details markdown="1">\n<summary>Chart, and all settings of {models} models</summary>\n\n'
+                f"[![{shows}](results/{name}.png)](results/{name}.png)\n\n{table(result)}\n\n{where(result)}\n\n"
+                f"</details>")
+
+    return Report(name, f"{name}.json", (Piece(name, "docs/evidence.md", part),), text=table, title=lambda _: shows,
+                  panels=panels, across=2)
+
+
+REPORTS = (
+    of_evidence("mqar", "Right answers against the number of keys that a query sees", recall_table, recall_panels),
+    of_evidence("language_model", "Loss by position, and how long keys live", language_table, language_panels),
+    of_evidence("needle", "Needles found, and needles that survived the selection", needle_table, needle_panels))

@@ -1,0 +1,249 @@
+"""What pages show of training steps, several GPUs, the CPU, jax and transformers. Needs no GPU and no torch."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from benchmarks.harness.charts import Panel
+from benchmarks.harness.report import (
+    Entry,
+    Line,
+    Piece,
+    Report,
+    Table,
+    head,
+    label,
+    length,
+    lines,
+    machine,
+    markdown,
+    milliseconds,
+    ratio,
+    times,
+    value,
+)
+
+WHERE = "All numbers and the method: [benchmarks/results](../benchmarks/results)"
+Rows = dict[str, Entry]  # by peer
+
+
+def is_right(row: Entry | None) -> bool:
+    return row is not None and row["ms"] is not None and row.get("ok", True)
+
+
+def shown(row: Entry | None, words: Callable[[Entry], str]) -> str:
+    """Of a row that is there and right; else why not."""
+    if row is None:
+        return "–"
+    return words(row) if is_right(row) else row["note"] if row["note"] == "out of memory" else "–"
+
+
+def faster(slow: Entry | None, fast: Entry | None) -> str:
+    return times(slow["ms"] / fast["ms"] if slow and fast and is_right(slow) and is_right(fast) else None)
+
+
+def by_peer(result: Entry, *names: str) -> dict[tuple[Any, ...], Rows]:
+    """The rows of each case, which has these ``names``."""
+    found: dict[tuple[Any, ...], Rows] = {}
+    for row in result["rows"]:
+        found.setdefault(tuple(row[name] for name in names), {})[row["peer"]] = row
+    return found
+
+
+# ---- training -------------------------------------------------------------------------------------------------------
+NAMES = {"80m": "80M, 12 layers", "1.7b": "1.7B, 4 of its layers", "tiny": "tiny"}
+PEERS = {"none": ("without attention", "tab:gray"), "dma": ("cupy_dma", "tab:blue"), "sdpa": ("dense SDPA", "tab:red"),
+         "flex": ("FlexAttention", "tab:purple")}
+STYLES = {"eager": ":", "compile": "-", "checkpoint": "-.", "compile+checkpoint": "--"}
+
+
+def memory(row: Entry | None) -> str:
+    return f"{row['peak_bytes'] / 2**30:.1f}" if row and is_right(row) and row["peak_bytes"] is not None else "–"
+
+
+def share(row: Entry | None) -> str:
+    known = row and is_right(row) and row.get("attention_share") is not None
+    return f"{100 * row['attention_share']:.0f} %" if row and known else "–"
+
+
+def speed(row: Entry | None) -> str:
+    return shown(row, lambda row: f"{row['tokens_per_second'] / 1e3:.1f}")
+
+
+def training_summary(result: Entry) -> str:
+    """The table of the README."""
+    found = by_peer(result, "model", "length", "mode")
+    lengths = sorted({n for _, n, _ in found})
+
+    def cells(model: str, mode: str) -> Iterator[str]:
+        yield f"{NAMES[model]}, {mode}"
+        for n in lengths:
+            peers = found.get((model, n, mode), {})
+            yield faster(peers.get("sdpa"), peers.get("dma"))
+
+    kinds = dict.fromkeys((model, mode) for model, _, mode in found if mode in ("eager", "compile"))
+    return markdown(["tokens per sequence", *map(length, lengths)], [[*cells(*kind)] for kind in kinds])
+
+
+def training_table(result: Entry) -> str:
+    def of(cell: Callable[[Entry | None], str], peer: str) -> Callable[[Any], str]:
+        return lambda case: cell(case[1].get(peer))
+
+    table = Table((
+        ("model, tokens per sequence, mode", lambda case: f"{NAMES[case[0][0]]}, {length(case[0][1])}, {case[0][2]}"),
+        ("cupy_dma", of(speed, "dma")), ("dense SDPA", of(speed, "sdpa")), ("FlexAttention", of(speed, "flex")),
+        ("against dense", lambda case: faster(case[1].get("sdpa"), case[1].get("dma"))),
+        ("attention, cupy_dma", of(share, "dma")), ("attention, dense", of(share, "sdpa")),
+        ("memory, cupy_dma", of(memory, "dma")), ("memory, dense", of(memory, "sdpa"))))
+    by = sorted({row["note"] for row in result["rows"] if row["peer"] == "sdpa" and is_right(row)})
+    return (f"{table.of(by_peer(result, 'model', 'length', 'mode').items())}\n\nThousands of tokens per second in "
+            f"training steps (forward, backward, AdamW), medians, bfloat16, w 1024; memory: the peak in GiB, model and "
+            f"optimizer included; *attention*: its part of the step. On one {machine(result, 'CUDA', 'torch', 'CuPy')}"
+            f"; dense by {' or '.join(by) or 'nothing'}. {WHERE}, `python -m benchmarks training`.")
+
+
+def training_line(row: Entry) -> str:
+    name = f"{row['model']:5}{length(row['length']):>5} x{row['batch']:<4}{row['mode']:20}{row['peer']:6}"
+    if row["ms"] is None:
+        return f"{name}{row['note']}"
+    part = f"{share(row):>8}" if "attention_share" in row else " " * 8
+    return (f"{name}{row['ms']:9.1f} ms{row['tokens_per_second'] / 1e3:9.1f} k/s{part}{memory(row):>7} GiB  loss "
+            f"{row['losses'][-1]:.4f}  warm-up {row['warm_up_s']:.1f} s  {row['note']}")
+
+
+def training_panels(result: Entry) -> list[Panel]:
+    """Tokens per second and peak memory against the length, of each model."""
+    rows = [row for row in result["rows"] if is_right(row)]
+
+    def found(name: str, field: str, unit: float) -> Iterator[Line]:
+        for peer, (words, colour) in PEERS.items():
+            for mode, style in STYLES.items():
+                yield Line([(row["length"], row[field] / unit) for row in rows if row[field]
+                            and (row["model"], row["peer"], row["mode"]) == (name, peer, mode)],
+                           f"{words}, {mode}", colour, style)
+
+    return [lines(f"{NAMES[name]}: {what}", found(name, field, unit), "tokens per sequence", words)
+            for what, field, unit, words in (("throughput", "tokens_per_second", 1e3, "thousand tokens per second"),
+                                             ("memory", "peak_bytes", 2**30, "peak memory, GiB"))
+            for name in dict.fromkeys(row["model"] for row in result["rows"])]
+
+
+# ---- several GPUs ---------------------------------------------------------------------------------------------------
+def received(row: Entry | None) -> str:
+    """MiB, of the rank that receives most."""
+    return f"{max(map(sum, row['bytes'])) / 2**20:.1f}" if row and row.get("bytes") else "–"
+
+
+def ranks_table(result: Entry) -> str:
+    def ms(peer: str) -> Callable[[Any], str]:
+        return lambda case: shown(case[1].get(peer), lambda row: f"{row['ms']:.2f}")
+
+    def over(peer: str) -> Callable[[Any], str]:
+        return lambda case: faster(case[1].get(peer), case[1].get("ours"))
+
+    table = Table((
+        ("tokens, pass", lambda case: f"{length(case[0][0])}, {case[0][1]}"), ("several GPUs", ms("ours")),
+        ("with copies", ms("copies")), ("one GPU", ms("one")), ("ring attention", ms("ring")),
+        ("over one GPU", over("one")), ("over ring", over("ring")),
+        ("received, MiB", lambda case: received(case[1].get("ours")))))
+    sizes, versions = result["arguments"], result["versions"]
+    return (f"{table.of(by_peer(result, 'length', 'pass').items())}\n\nMilliseconds of a call, medians, on "
+            f"{max(row['ranks'] for row in result['rows'])} x {result['device']} (CUDA "
+            f"{versions.get('torch_cuda', '?')}, torch {versions.get('torch', '?')}), bfloat16, "
+            f"{sizes['heads']}/{sizes['kv_heads']} heads, D {sizes['head_dim']}, w {sizes['window']}, "
+            f"{result['date'][:10]}. *received*: by a rank from others in a call. {WHERE}, "
+            f"`python -m benchmarks context_parallel`.")
+
+
+def ranks_line(row: Entry) -> str:
+    name = f"{length(row['length']):>5} {row['pass']:9}{row['peer']:7}"
+    if row["ms"] is None:
+        return f"{name}{row['note']}"
+    checks = row.get("checks", [])
+    error = f"  error {max(x['error'] for x in checks):.2e}" if checks else ""
+    gradients = [f"  gradients {x['gradients']:.2e}" for x in checks if "gradients" in x]
+    return (f"{name}{row['ms']:10.3f} ms  received {received(row):>6} MiB{error}{''.join(gradients)}"
+            f"{'' if row['ok'] else '  WRONG'}")
+
+
+# ---- CPU ------------------------------------------------------------------------------------------------------------
+CPU_WANTED = {"small": 0.5, "large": 3.0, "smoke": 0.0}  # times as fast as SDPA
+
+
+def cpu_table(result: Entry) -> str:
+    def of(who: str, field: str = "ms") -> Callable[[Entry], float | None]:
+        return lambda case: value(case, who, "forward+backward", field)
+
+    def gain(field: str) -> Callable[[Entry], str]:
+        return lambda case: times(ratio(of("sdpa", field)(case), of("cupy_dma", field)(case)))
+
+    peers = (("SDPA", "sdpa"), ("all BLAS threads", "all BLAS threads"), ("cupy_dma", "cupy_dma"))
+    table = Table((("batch, N, heads, head dim, window", lambda case: f"{case['batch']}, {label(case)}"),
+                   *((title, lambda case, who=who: milliseconds(of(who)(case))) for title, who in peers),
+                   ("times as fast", gain("ms")), ("of the fastest turns", gain("fastest_ms")),
+                   ("wanted", lambda case: f"≥ {times(CPU_WANTED[case['set']])}")))
+    pools = ", ".join(f"{found['internal_api']} {found['num_threads']}" for found in result["thread_pools"])
+    versions = result["versions"]
+    return (f"{table.of(result['cases'])}\n\nMilliseconds, medians, {result['cores']} cores, threads: torch "
+            f"{result['torch_threads']}, {pools}; load {result['load'][0]:.1f}; NumPy\n{versions['numpy']}, torch "
+            f"{versions['torch']}, {result['date'][:10]}.")
+
+
+# ---- jax ------------------------------------------------------------------------------------------------------------
+def jax_table(result: Entry) -> str:
+    rows = {row["name"]: row for row in result["rows"]}
+    ours, theirs = rows["jax"]["ms"], rows["torch"]["ms"]
+    host = (rows[name]["median_us"] for name in ("jit(dynamic_mask_attention)", "jit(query + 1)"))
+    size = result["size"]
+    table = markdown(["", ""], [
+        [f"training step of one layer, {size['length']} tokens, {size['heads']}/{size['kv_heads']} heads, D "
+         f"{size['head_dim']}, w {size['window']}: jax", f"{ours:.2f} ms"],
+        ["the same in torch", f"{theirs:.2f} ms ({ours / theirs:.2f} times)"],
+        ["host time of a warm jitted call, 256 tokens", f"{next(host):.0f} us"],
+        ["of `jit(query + 1)`", f"{next(host):.0f} us"]]).replace("|  |  |", "| | |", 1)
+    return (f"{table}\n\nbfloat16, medians, one {result['device']}, jax {result['jax']}, torch "
+            f"{result['versions'].get('torch')}, {result['date'][:10]}; `python -m benchmarks jax_steps`.")
+
+
+# ---- transformers ---------------------------------------------------------------------------------------------------
+def transformers_table(result: Entry) -> str:
+    def cell(row: Entry | None) -> str:
+        return "–" if row is None else milliseconds(row["ms"]) if row["ms"] else row["note"]
+
+    def size(part: str, row: Entry | None) -> str:
+        found = row and row.get("cache_bytes" if part == "decode" else "peak_bytes")
+        return f"{found / 2**20:.0f} MiB" if found else "–"
+
+    found = []
+    for (part, n), peers in by_peer(result, "part", "length").items():
+        for name in ("cupy_dma", "cupy_dma graph")[:2 if part == "decode" else 1]:
+            own, others = peers.get(name), [peers.get("sdpa"), peers.get("eager")]
+            found.append([part + " (CUDA graph)" * name.endswith("graph"), str(n), cell(own), *map(cell, others),
+                          *(times(ratio(other and other["ms"], own and own["ms"])) for other in others),
+                          size(part, own), size(part, others[0])])
+    table = markdown(["", "tokens", "cupy_dma", "sdpa", "eager", "against sdpa", "against eager", "memory", "sdpa's"],
+                     found).replace("|  |", "| |", 1)
+    return (f"{table}\n\nMilliseconds, medians (decode: of one token; its memory is the cache's), bfloat16, on one "
+            f"{result['device']}, torch {result['versions'].get('torch')}, transformers\n{result['transformers']}, "
+            f"{result['date'][:10]}.")
+
+
+# ---- all ------------------------------------------------------------------------------------------------------------
+def by_line(line: Callable[[Entry], str]) -> Callable[[Entry], str]:
+    return lambda result: "\n".join([head(result), *map(line, result["rows"])])
+
+
+def of_table(name: str, record: str, page: str, table: Callable[[Entry], str], mark: str = "", **more: Any) -> Report:
+    return Report(name, record, (Piece(mark or name, page, table),), **{"text": table, **more})
+
+
+REPORTS = (
+    Report("training", "training.json", (Piece("training", "docs/training.md", training_table),
+                                         Piece("training-summary", "README.md", training_summary)),
+           text=by_line(training_line), title=lambda result: f"Training steps, bfloat16, {result['device']}",
+           panels=training_panels, across=2),
+    of_table("context_parallel", "context_parallel_*.json", "docs/distributed.md", ranks_table),
+    of_table("cpu", "cpu_performance.json", "docs/lab/numpy.md", cpu_table),
+    of_table("jax_steps", "jax_steps.json", "docs/jax.md", jax_table, "jax"),
+    of_table("transformers_models", "transformers_models.json", "docs/transformers.md", transformers_table,
+             "transformers"))

@@ -1,0 +1,218 @@
+"""How results are shown: numbers as words, tables made of columns, charts of lines, and the pieces of pages they fill.
+
+Needs no GPU and no torch. A ``Report`` says what is shown of a routine's record; pages.py has one for each.
+"""
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.harness import charts, folders
+from benchmarks.harness.charts import Panel, by_size, by_value
+
+Entry = dict[str, Any]  # a result, or one of its cases or rows
+Cell = Callable[[Any], str]
+
+
+# ---- numbers --------------------------------------------------------------------------------------------------------
+def value(case: Entry, who: str, stage: str, field: str = "ms") -> float | None:
+    """One number of a case; None if it was not measured."""
+    return next((row.get(field) for row in case["rows"] if (row["who"], row["stage"]) == (who, stage)), None)
+
+
+def milliseconds(ms: float | None) -> str:
+    """Three significant digits."""
+    if ms is None:
+        return "–"
+    digits = max(0, 2 - math.floor(math.log10(abs(ms)))) if ms else 0
+    return f"{ms:.{min(digits, 4)}f}"
+
+
+def microseconds(ms: float | None) -> str:
+    return milliseconds(None if ms is None else 1e3 * ms)
+
+
+def times(ratio: float | None) -> str:
+    if ratio is None:
+        return "–"
+    return f"{ratio:.2f}×" if ratio < 1 else f"{ratio:.1f}×" if ratio < 10 else f"{ratio:.0f}×"
+
+
+def ratio(slow: float | None, fast: float | None) -> float | None:
+    return slow / fast if slow and fast else None
+
+
+def length(n: int) -> str:
+    return f"{n // 2**20}M" if n % 2**20 == 0 else f"{n // 1024}K" if n % 1024 == 0 else str(n)
+
+
+def mebibytes(size: float | None) -> str:
+    return "–" if size is None else f"{size / 2**20:.0f} MiB"
+
+
+def label(case: Entry) -> str:
+    span = length(case["key_length"])
+    if case["query_length"] == 1:
+        span = f"1 query, {span} keys"
+    return f"{span}, {case['heads']}/{case['kv_heads']} heads, D {case['head_dim']}, w {case['window']}"
+
+
+def machine(result: Entry, *names: str, more: str = "") -> str:
+    """The device, the versions of these packages, and the date."""
+    known = {"CUDA": "torch_cuda", "CuPy": "cupy"}
+    versions = ", ".join(f"{name} {result['versions'].get(known.get(name, name), '?')}" for name in names)
+    return f"{result['device']}" + f" ({versions}{more})" * bool(names) + f", {result['date'][:10]}"
+
+
+# ---- tables ---------------------------------------------------------------------------------------------------------
+def markdown(head: Sequence[str], lines: Iterable[Sequence[str]], words: int = 1) -> str:
+    """A table whose first columns hold ``words``, the others numbers."""
+    rule = "|---" * words + "|--:" * (len(head) - words) + "|"
+    return "\n".join([f"| {' | '.join(head)} |", rule, *(f"| {' | '.join(cells)} |" for cells in lines)])
+
+
+class Table(NamedTuple):
+    """Columns: a title and what stands in it for an entry."""
+
+    columns: Sequence[tuple[str, Cell]]
+    words: int = 1
+
+    def of(self, entries: Iterable[Any]) -> str:
+        return markdown([title for title, _ in self.columns],
+                        [[cell(entry) for _, cell in self.columns] for entry in entries], self.words)
+
+
+def ms(who: str, stage: str) -> Cell:
+    return lambda case: milliseconds(value(case, who, stage))
+
+
+def against(slow: tuple[str, str], fast: tuple[str, str]) -> Cell:
+    """How many times as fast."""
+    return lambda case: times(ratio(value(case, *slow), value(case, *fast)))
+
+
+# ---- what a run prints ----------------------------------------------------------------------------------------------
+def head(result: Entry) -> str:
+    return f"{result['device']}, {result['versions']}, commit {result['commit'][:12]}"
+
+
+def verdict(check: Entry) -> str:
+    if not check["ok"]:
+        return f"check FAILED: {check}"
+    worst = check["error"] / check["allowed"] if "error" in check else check.get("worst")
+    return "check: right" if worst is None else f"check: {worst:.2f} of what is allowed"
+
+
+def text(result: Entry) -> str:
+    """Every case, its check and its rows."""
+    lines = [head(result)]
+    for case in result["cases"]:
+        lines.append(f"{case['name']}: {verdict(case['check'])}")
+        for row in case["rows"]:
+            more = [f"{words} {milliseconds(row[field])}" for field, words in (("cold_ms", "cold"), (
+                "queued_ms", "queued"), ("fastest_ms", "fastest")) if field in row]
+            if "needed_tflops" in row:
+                more.append(f"{row['needed_tflops']:.1f} of {row['effective_tflops']:.1f} TFLOP/s")
+            if row["ms"] and "kept_bytes" in row:
+                more.append(f"{row['kept_bytes'] / row['ms'] / 1e9:.2f} TB/s")
+            more += [mebibytes(row[field]) for field in ("peak_bytes", "cache_bytes") if row.get(field)]
+            more += filter(None, [row.get("note")])
+            lines.append(f"  {row['who']:<16}{row['stage']:<28}{milliseconds(row['ms']):>9} ms  {'; '.join(more)}")
+    lines += [f"host time, {what}: {us:.1f} us" for what, us in result.get("host_us", {}).items()]
+    return "\n".join(lines)
+
+
+# ---- charts ---------------------------------------------------------------------------------------------------------
+class Line(NamedTuple):
+    points: list[tuple[float, float]]
+    label: str
+    colour: str
+    style: str = "-"
+
+
+def lines(title: str, found: Iterable[Line], across: str, up: str) -> Panel:
+    """Lines over a length or a window, both axes logarithmic."""
+    drawn = [line for line in found if line.points]
+
+    def draw(ax: Any) -> None:
+        for line in drawn:
+            ax.plot(*zip(*sorted(line.points)), marker="o", markersize=3, label=line.label, color=line.colour,
+                    linestyle=line.style)
+        by_size(ax, across)
+        if drawn:
+            by_value(ax, up)
+        ax.grid(alpha=0.3)
+
+    return Panel(title, draw)
+
+
+# ---- pages ----------------------------------------------------------------------------------------------------------
+class Piece(NamedTuple):
+    """A piece of a page that is made of results, between two lines with its name."""
+
+    name: str
+    page: str  # from the root of the repository
+    table: Callable[[Entry], str]
+
+    @property
+    def begin(self) -> str:
+        return f"<!-- table:{self.name} -->"
+
+    @property
+    def end(self) -> str:
+        return f"<!-- /table:{self.name} -->"
+
+    def shown(self, root: Path = folders.ROOT) -> str:
+        return (root / self.page).read_text().split(self.begin)[1].split(self.end)[0].strip()
+
+    def put(self, words: str, root: Path = folders.ROOT) -> None:
+        path = root / self.page
+        before, rest = path.read_text().split(self.begin)
+        path.write_text(f"{before}{self.begin}\n{words}\n{self.end}{rest.split(self.end)[1]}")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What is shown of the records of a routine."""
+
+    name: str
+    record: str  # pattern of the names of files
+    pieces: tuple[Piece, ...]
+    text: Callable[[Entry], str] = text
+    title: Callable[[Entry], str] = head  # of the chart
+    panels: Callable[[Entry], list[Panel]] | None = None
+    across: int = 3  # panels of the chart
+
+    @property
+    def pending(self) -> str:
+        return f"**Not recorded yet.** `python -m benchmarks {self.name}` does."
+
+    def paths(self, out: str | None = None) -> list[Path]:
+        return sorted(folders.newest(self.record, out), key=lambda path: (len(path.name), path.name))
+
+    def results(self, out: str | None = None) -> list[Entry]:
+        return [json.loads(path.read_text()) for path in self.paths(out)]
+
+    def made(self, piece: Piece, results: list[Entry]) -> str:
+        return "\n\n".join(map(piece.table, results)) if results else self.pending
+
+    def show(self, out: str | None = None) -> None:
+        results = self.results(out)
+        print("\n".join(map(self.text, results)) if results else f"{self.record} is not recorded in "
+              f"{out or folders.RESULTS}")
+
+    def update(self, out: str | None = None, root: Path = folders.ROOT) -> None:
+        """Put the tables into the pages and draw the chart."""
+        results = self.results(out)
+        for piece in self.pieces:
+            piece.put(self.made(piece, results), root)
+        for path, result in zip(self.paths(out), results):
+            self.chart(result, path.with_suffix(".png"))
+
+    def chart(self, result: Entry, path: Path) -> None:
+        if self.panels is not None:
+            charts.save(self.panels(result), self.title(result), path, self.across)
