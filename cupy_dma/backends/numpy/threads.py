@@ -21,7 +21,7 @@ import numpy as np
 from threadpoolctl import ThreadpoolController
 
 Item = TypeVar("Item")
-LONG = 4096  # queries from which threads pay
+LONG = 1024  # queries from which threads pay
 _lock = Lock()
 if hasattr(os, "register_at_fork"):  # a child forked while another thread held the lock would wait for ever
     os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
