@@ -138,11 +138,11 @@ class GatedCache(KeyCache):
 
     def _make_room(self, call: ExtendCall) -> None:
         """Rows for the open keys that there can be after the call."""
+        state, window = self._state, widest(self._state.window)
+        if state.library.is_capturing(state.device):
+            raise RuntimeError("a GatedCache without a capacity cannot take tokens in a CUDA graph: it may have to "
+                               "grow; give it a capacity")
         if call.length > self._room:
-            state, window = self._state, widest(self._state.window)
-            if state.library.is_capturing(state.device):
-                raise RuntimeError("a GatedCache without a capacity cannot take tokens in a CUDA graph: it may have to "
-                                   "grow; give it a capacity")
             count = state.library.astype(state.in_top.array, "int32").sum(-1) + _open(state, call)
             most = max(state.library.to_numpy(count).ravel().tolist(), default=0)
             if most > window:
@@ -153,6 +153,10 @@ class GatedCache(KeyCache):
             self._room -= call.length
 
     # ---- contents ---------------------------------------------------------------------------------------------------
+
+    @property
+    def grows(self) -> bool:
+        return self._grows or super().grows
 
     @property
     def delay(self) -> int:

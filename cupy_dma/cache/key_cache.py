@@ -117,6 +117,11 @@ class KeyCache:
         return self._state.recent
 
     @property
+    def grows(self) -> bool:
+        """Whether it allocates as the text gets longer, so that a CUDA graph cannot take tokens."""
+        return self._record is not None
+
+    @property
     def length(self) -> Any:
         """int64 array ``(B,)``: tokens added to each sequence so far (a copy)."""
         with self._here():

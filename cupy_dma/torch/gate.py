@@ -159,6 +159,13 @@ class RetentionGate(Layer):
         count = decided.sum()
         return Gates(log_gate, torch.where(count > 0, (gate * decided).sum((0, 2)) / count.clamp(min=1), 1.0))
 
+    def ranks(self, x: Tensor) -> Tensor:
+        """What a ``GatedCache`` ranks keys by in evaluation: their logits, ``(B, Hkv, N)``, -inf where a gate is
+        closed."""
+        self._counts(x, None, None, 0)
+        logit = self._logits(x, torch.float64 if torch.float64 in (own_type(self.proj, x), x.dtype) else torch.float32)
+        return logit.masked_fill(logit <= 0, -torch.inf) if self.enabled else torch.zeros_like(logit)
+
     def mask(self, log_gate: Tensor) -> IntervalMask:
         """The causal mask of keys with these gates ``(B, Hkv, Lk)``: a query sees keys nearer than ``delay``, and
         farther ones unless their gate is closed."""

@@ -10,11 +10,12 @@
 Importing this module imports transformers.
 """
 from cupy_dma.transformers.attention import attention_forward
-from cupy_dma.transformers.cache import DynamicMaskCache, cache_argument
+from cupy_dma.transformers.cache import DynamicMaskCache, GatedCache, cache_argument
 from cupy_dma.transformers.convert import convert
 from cupy_dma.transformers.gate import FullGatedCache
 from cupy_dma.transformers.graph import DecodingStep
 from cupy_dma.transformers.registration import register
+from cupy_dma.transformers.replay import replay
 
-__all__ = ["DecodingStep", "DynamicMaskCache", "FullGatedCache", "attention_forward", "cache_argument", "convert",
-           "register"]
+__all__ = ["DecodingStep", "DynamicMaskCache", "FullGatedCache", "GatedCache", "attention_forward", "cache_argument",
+           "convert", "register", "replay"]

@@ -24,6 +24,7 @@ from cupy_dma.torch.scores import layer_scores, score_arguments
 from cupy_dma.transformers.cache import DynamicMaskCache, DynamicMaskLayer
 from cupy_dma.transformers.gate import gated_attention
 from cupy_dma.transformers.layers import DynamicMask, GateMask
+from cupy_dma.transformers.replay import replayed
 from cupy_dma.transformers.visibility import Visibility
 
 
@@ -128,8 +129,14 @@ def dynamic_attention(module: Any, how: DynamicMask | GateMask, query: Tensor, k
         raise NotImplementedError("a layer with a dynamic mask is causal, but its model asks for a bidirectional mask")
     seen: Visibility | None = None if mask is None or mask.is_plain else mask
     query, key, value = _bnhd(query, key, value)
+    recorded = replayed(module, key, cache if not isinstance(how, GateMask) else module.gate_call.layer)
+    if recorded is not None and seen is not None:
+        if seen.documents or seen.window is not None:
+            raise NotImplementedError("a replay takes no packed sequences and no sliding window")
+        recorded = recorded & seen.interval()
     if isinstance(how, GateMask):
-        return gated_attention(module, query, key, value, seen, scale=scale, softcap=softcap, sink_logits=sink_logits)
+        return gated_attention(module, query, key, value, seen, recorded, scale=scale, softcap=softcap,
+                               sink_logits=sink_logits)
     if sink_logits is not None and how.form == "exp":  # keys have the score exp(0) = 1 while A = 0; so do sinks
         sink_logits = sink_logits + 1
     settings: dict[str, Any] = {"scale": scale, "softcap": softcap, "sink_logits": sink_logits}
@@ -139,7 +146,9 @@ def dynamic_attention(module: Any, how: DynamicMask | GateMask, query: Tensor, k
     padding = documents = None
     if seen is not None:
         padding, documents = seen.padding, seen.numbering
-    if seen is not None and seen.window is not None and seen.window < key.shape[1]:
+    if recorded is not None:
+        kept = recorded
+    elif seen is not None and seen.window is not None and seen.window < key.shape[1]:
         if narrowest(how.window) < seen.window:
             raise NotImplementedError(
                 f"the best {how.window} keys within a sliding window of {seen.window} are not an interval mask: the "

@@ -11,12 +11,14 @@ is found out by the next ``update``.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.cache_utils import DynamicCache as FullCache
 
+from cupy_dma import checks
 from cupy_dma.transformers.cache_layer import DynamicMaskLayer, broken, unreached
 from cupy_dma.transformers.layers import dynamic_layers, gated_layers
 
@@ -35,6 +37,8 @@ class DynamicMaskCache(Cache):
     ----------
     config
         The configuration of a Doge or converted model.
+    record_stops : bool
+        Keep what ``stops`` needs: 4 bytes per token, layer and kv head, and a byte per token and layer.
 
     Raises
     ------
@@ -51,20 +55,42 @@ class DynamicMaskCache(Cache):
     has changed nothing.
     """
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, *, record_stops: bool = False) -> None:
         config = config.get_text_config(decoder=True)
         found = dynamic_layers(config)
         if not found:
             raise ValueError("config must be of a model with dynamic masks, Doge or a converted one, got "
                              f"{type(config).__name__} without any")
         if gated_layers(config):
-            raise ValueError("config must be of a model that keeps a window: one with gates needs a FullGatedCache")
+            raise ValueError("config must be of a model that keeps a window: one with gates needs a GatedCache")
+        self._make_layers(config, lambda: DynamicMaskLayer(record_stops))
+
+    def _make_layers(self, config: Any, make: Callable[[], DynamicMaskLayer]) -> None:
+        found = dynamic_layers(config)
         layers = FullCache(config=config).layers
         # Older versions of transformers have none for the last layers if these reuse others' keys and values.
         layers += [DynamicLayer() for _ in range(config.num_hidden_layers - len(layers))]
-        super().__init__(layers=[DynamicMaskLayer() if index in found else layer
+        super().__init__(layers=[make() if index in found else layer
                                  for index, layer in enumerate(layers)])
         self._forget_calls()
+
+    def stops(self) -> list[Tensor | None]:
+        """What was evicted, layer by layer, None for layers without a dynamic mask.
+
+        Returns
+        -------
+        list of int32 Tensor ``(B, Hkv, N)``
+            As ``cupy_dma.DynamicCache.stops``, with positions among all ``N`` tokens so far, padding included.
+            ``replay`` takes it.
+
+        Raises
+        ------
+        RuntimeError
+            The cache was not made with ``record_stops=True``.
+        NotImplementedError
+            A layer attends several times to the same tokens (DiffLlama).
+        """
+        return [layer.stops() if isinstance(layer, DynamicMaskLayer) else None for layer in self.layers]
 
     def _forget_calls(self) -> None:
         self._known: set[int] = set()  # layers that have been updated
@@ -145,6 +171,43 @@ class DynamicMaskCache(Cache):
         except BaseException:
             self._is_torn = self._is_torn or changed
             raise
+
+
+class GatedCache(DynamicMaskCache):
+    """A cache for ``generate`` and ``forward`` that keeps the keys whose gates are open, recent ones and sinks.
+
+    Its tokens are those of a ``FullGatedCache``, as long as no bound is reached and padding stands only before or
+    behind a text: this cache does not count it between two tokens. ``generate`` makes one by itself for models
+    converted with ``policy="gate"``; make one to go on with it in another call.
+
+    Parameters
+    ----------
+    config
+        The configuration of a model converted with ``policy="gate"``.
+    capacity : int, optional
+        The most open keys that a kv head keeps, as for ``cupy_dma.GatedCache``: those with the highest logits, the
+        newest first among equal ones. Then rows never grow, and ``DecodingStep`` takes the cache.
+    record_stops : bool
+        As for ``DynamicMaskCache``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        The configuration has no layer with a gate, or ``capacity`` is not a number of at least 1.
+
+    Notes
+    -----
+    As for ``DynamicMaskCache``. ``crop`` is exact for tokens added while the past is recorded, and while there are no
+    more than ``delay``.
+    """
+
+    def __init__(self, config: Any, *, capacity: int | None = None, record_stops: bool = False) -> None:
+        config = config.get_text_config(decoder=True)
+        if not gated_layers(config):
+            raise ValueError(f"config must be of a model converted with policy='gate', got {type(config).__name__} "
+                             f"without gates")
+        capacity = None if capacity is None else checks.whole(capacity, "capacity", 1)
+        self._make_layers(config, lambda: DynamicMaskLayer(record_stops, capacity))
 
 
 def cache_argument(model: Any) -> str:

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from cupy_dma.cache import DynamicCache
-from cupy_dma.masks.windows import narrowest
-from cupy_dma.transformers.croppable import CroppableCache
-from cupy_dma.transformers.layers import DynamicMask
+from cupy_dma.cache import GatedCache
+from cupy_dma.transformers.croppable import CroppableCache, Store
+from cupy_dma.transformers.layers import DynamicMask, GateMask
 
 
 class DynamicMaskLayer(CacheLayerMixin):
@@ -22,21 +21,23 @@ class DynamicMaskLayer(CacheLayerMixin):
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self) -> None:
+    def __init__(self, record_stops: bool = False, capacity: int | None = None) -> None:
+        """``capacity``: of layers with gates, as for ``cupy_dma.GatedCache``."""
         super().__init__()
         self.record_past = False
+        self._options = record_stops, capacity
         self._parts: list[CroppableCache] = []
         self._length = 0  # tokens so far, padding included, as transformers counts
         self._announced = 0  # tokens of an ``update`` that have not reached the cache
         self._calls = 0  # of ``attend`` since the last ``update``
 
     @property
-    def stores(self) -> list[DynamicCache]:
+    def stores(self) -> list[Store]:
         """The caches, one for each time that the layer attends to the tokens of an ``update``."""
         return [part.store for part in self._parts]
 
     @property
-    def store(self) -> DynamicCache | None:
+    def store(self) -> Store | None:
         """The first of them, None before the first call."""
         return self._parts[0].store if self._parts else None
 
@@ -54,7 +55,7 @@ class DynamicMaskLayer(CacheLayerMixin):
         self._announced, self._calls = key_states.shape[2], 0
         return key_states, value_states
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Tensor, how: DynamicMask,
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Tensor, how: DynamicMask | GateMask,
                real: Tensor | None, settings: dict[str, Any], sink_logits: Tensor | None = None) -> Tensor:
         """Append the tokens announced last and attend from them. What raises has appended none, and withdraws them.
 
@@ -63,12 +64,13 @@ class DynamicMaskLayer(CacheLayerMixin):
         query : Tensor ``(B, L, H, D)``
         key, value : Tensor ``(B, L, Hkv, D)``
         scores : Tensor ``(B, Hkv, L)``
+            Or with gates, the logarithms of these.
         how
             The layer's selection.
         real : bool Tensor ``(B, L)``, optional
             False: padding, which is not stored, and whose output is 0.
         settings
-            ``scale`` and ``softcap`` of the attention.
+            ``scale`` and ``softcap`` of the attention, with gates ``add_gates``.
         sink_logits : Tensor ``(H,)``, optional
             As for ``cupy_dma.attention``.
 
@@ -83,7 +85,7 @@ class DynamicMaskLayer(CacheLayerMixin):
             elif self._length > (0 if self._announced else key.shape[1]):
                 raise broken([self])
             else:
-                part = CroppableCache(key, value, how)
+                part = CroppableCache(key, value, how, *self._options)
             out = part.append(query, key, value, scores, real, self.record_past, settings, sink_logits)
         except BaseException:
             self.withdraw()
@@ -112,6 +114,14 @@ class DynamicMaskLayer(CacheLayerMixin):
     def restore(self, length: int) -> None:
         """Count ``length`` tokens, as before calls whose tokens have been taken back from the caches."""
         self._length, self._announced, self._calls = length, 0, len(self._parts)
+
+    def stops(self) -> Tensor:
+        """int32 ``(B, Hkv, tokens so far)``; see ``DynamicMaskCache.stops``."""
+        if not self._options[0]:
+            raise RuntimeError("the cache has not recorded its stops: make it with record_stops=True")
+        if len(self._parts) > 1:
+            raise NotImplementedError("a layer that attends several times evicts other keys each time")
+        return self._parts[0].stops() if self._parts else torch.zeros(0, 0, 0, dtype=torch.int32)
 
     # ---- sizes, as transformers asks for them -----------------------------------------------------------------------
 
@@ -163,7 +173,7 @@ class DynamicMaskLayer(CacheLayerMixin):
 
     @property
     def _keeps_all(self) -> bool:
-        return all(self._length <= narrowest(part.store.window) and not part.has_padding for part in self._parts)
+        return all(part.keeps_all(self._length) for part in self._parts)
 
     def check_crop(self, tokens_to_remove: int) -> int:
         """How many tokens ``crop`` takes. Raises what it documents."""
@@ -172,9 +182,11 @@ class DynamicMaskLayer(CacheLayerMixin):
             raise ValueError(f"crop takes minus the number of tokens to remove, of {self._length} that there are, got "
                              f"{tokens_to_remove}")
         if removed and not self._keeps_all and removed > min(part.recorded for part in self._parts):
-            raise RuntimeError(f"{removed} of {self._length} tokens cannot be removed: the cache keeps "
-                               f"{self._parts[0].store.window} keys and no padding, and what is left may need keys "
-                               f"that have been dropped; call activate_past_recording() before tokens are added")
+            store = self._parts[0].store
+            kept = "open gates" if isinstance(store, GatedCache) else f"{store.window} keys"
+            raise RuntimeError(f"{removed} of {self._length} tokens cannot be removed: the cache keeps {kept} and no "
+                               f"padding, and what is left may need keys that have been dropped; call "
+                               f"activate_past_recording() before tokens are added")
         return removed
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -191,7 +203,7 @@ class DynamicMaskLayer(CacheLayerMixin):
         removed = self.check_crop(tokens_to_remove)
         if removed:
             for part, left in [(part, part.without(removed, self._length)) for part in self._parts]:
-                part.store._copy_from(left)  # in place: a CUDA graph's addresses stay valid
+                part.take_back(left, self._length - removed)
         for part in self._parts:
             part.forget_past()
         self._length -= removed

@@ -1,4 +1,4 @@
-"""The tokens of one attention of a layer, which can be taken back: a ``DynamicCache``, and what ``crop`` needs besides.
+"""The tokens of one attention of a layer, which can be taken back: a cache, and what ``crop`` and ``stops`` need.
 
 Tokens can be taken back exactly while nothing has been dropped, and where they were recorded: then there is a copy of
 the cache from before them, to which those that remain are appended again.
@@ -10,10 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cupy_dma.cache import DynamicCache
+from cupy_dma.cache import DynamicCache, GatedCache
+from cupy_dma.masks.interval import NEVER
+from cupy_dma.masks.windows import narrowest
 from cupy_dma.torch.registration import wide
 from cupy_dma.torch.tokens import real_first, taken
-from cupy_dma.transformers.layers import DynamicMask
+from cupy_dma.transformers.layers import DynamicMask, GateMask
+
+Store = DynamicCache | GatedCache
 
 
 class _Chunk(NamedTuple):
@@ -28,12 +32,18 @@ class _Chunk(NamedTuple):
 class CroppableCache:
     """Every method that raises has changed nothing."""
 
-    def __init__(self, key: Tensor, value: Tensor, how: DynamicMask) -> None:
+    def __init__(self, key: Tensor, value: Tensor, how: DynamicMask | GateMask, record_stops: bool = False,
+                 capacity: int | None = None) -> None:
         """A cache without tokens, for ``key (B, L, Hkv, D)`` and ``value (B, L, Hkv, Dv)``."""
-        self.store = DynamicCache(key.shape[0], key.shape[2], how.window, key.shape[3], value.shape[3], like=key,
-                                  sinks=how.sinks, recent=how.recent)
+        batch, _, heads, size = key.shape
+        options: dict[str, Any] = {"like": key, "sinks": how.sinks, "record_stops": record_stops}
+        self.store: Store = (
+            GatedCache(batch, heads, size, value.shape[3], delay=how.delay, threshold=how.threshold, capacity=capacity,
+                       **options) if isinstance(how, GateMask) else
+            DynamicCache(batch, heads, how.window, size, value.shape[3], recent=how.recent, **options))
         self.has_padding = False  # whether there has been any
-        self._before: DynamicCache | None = None  # where the past is recorded: the store when that began
+        self._real: list[Tensor] | None = [] if record_stops else None  # bool (B, L) of every call: which tokens are
+        self._before: Store | None = None  # where the past is recorded: the store when that began
         self._since: list[_Chunk] = []  # and what has been appended to it
 
     def append(self, query: Tensor, key: Tensor, value: Tensor, scores: Tensor, real: Tensor | None, record: bool,
@@ -59,9 +69,29 @@ class CroppableCache:
             self._before, self._since = before, [*self._since, chunk]
         else:
             self.forget_past()
+        if self._real is not None:
+            self._real.append(key.new_ones(key.shape[:2], dtype=torch.bool) if real is None else real)
         if place is None:
             return out
         return torch.gather(out, 1, place[..., None, None].expand_as(out), out=result)  # which allocates nothing
+
+    def stops(self) -> Tensor:
+        """``store.stops()`` with positions among all tokens, padding included, which nobody sees."""
+        stops = self.store.stops()
+        if not self.has_padding or not self._real:
+            return stops
+        self._real = [torch.cat(self._real, 1)]
+        real, total = self._real[0], self._real[0].shape[1]
+        number = (real.long().cumsum(1) - 1).clamp(min=0)[:, None].expand(-1, stops.shape[1], -1)  # of real tokens
+        stop = stops.gather(2, number)
+        column = real_first(real)[:, None].expand_as(number).gather(2, stop.clamp(max=total - 1).long())
+        own = torch.arange(total, device=stop.device)
+        return torch.where(real[:, None], torch.where(stop == NEVER, NEVER, column), own).int()
+
+    def keeps_all(self, length: int) -> bool:
+        """Whether it holds each of ``length`` tokens."""
+        kept = self.store.delay if isinstance(self.store, GatedCache) else narrowest(self.store.window)
+        return length <= kept and not self.has_padding
 
     @property
     def recorded(self) -> int:
@@ -76,27 +106,37 @@ class CroppableCache:
         """Remove all tokens."""
         self.forget_past()
         self.store.reset()
-        self.has_padding = False
+        self.has_padding, self._real = False, None if self._real is None else []
 
     def reorder(self, rows: Tensor) -> None:
         """Replace row ``b`` by the former row ``rows[b]``."""
         before, since = self._past_of(rows)
         self.store.reorder(rows)
-        self._before, self._since = before, since
+        self._before, self._since, self._real = before, since, self._real_of(rows)
 
     def selected(self, rows: Tensor) -> CroppableCache:
         """A new one, of these rows."""
         found = CroppableCache.__new__(CroppableCache)
         found.has_padding, found.store = self.has_padding, self.store.select_batch(rows)
         found._before, found._since = self._past_of(rows)
+        found._real = self._real_of(rows)
         return found
 
-    def _past_of(self, rows: Tensor) -> tuple[DynamicCache | None, list[_Chunk]]:
+    def _real_of(self, rows: Tensor) -> list[Tensor] | None:
+        return None if self._real is None else [real[rows] for real in self._real]
+
+    def _past_of(self, rows: Tensor) -> tuple[Store | None, list[_Chunk]]:
         """What is recorded of these rows."""
         before = None if self._before is None else self._before.select_batch(rows)
         return before, [_Chunk(*(None if x is None else x[rows] for x in chunk)) for chunk in self._since]
 
-    def without(self, removed: int, length: int) -> DynamicCache:
+    def take_back(self, left: Store, length: int) -> None:
+        """Hold what ``left`` holds, of the first ``length`` tokens."""
+        self.store._copy_from(left)  # in place: a CUDA graph's addresses stay valid
+        if self._real:
+            self._real = [torch.cat(self._real, 1)[:, :length]]
+
+    def without(self, removed: int, length: int) -> Store:
         """A cache of the same rows without the last ``removed`` of ``length`` tokens, recorded or all kept."""
         if self._before is None or removed > self.recorded:
             return self._first(removed, length)
@@ -109,7 +149,7 @@ class CroppableCache:
             left -= n
         return found
 
-    def _first(self, removed: int, length: int) -> DynamicCache:
+    def _first(self, removed: int, length: int) -> Store:
         """The same of a cache that has kept every token."""
         found, saved = self.store.clone(), self.store.state_dict()
         where = saved["positions"]  # (B, Hkv, R): -1 where there is none

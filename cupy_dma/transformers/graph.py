@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cupy_dma.cache import DynamicCache
 from cupy_dma.torch.capture import uncollected
 from cupy_dma.transformers.cache import DynamicMaskCache, DynamicMaskLayer, cache_argument
+from cupy_dma.transformers.croppable import Store
 
 WARM_UP = 2
 
@@ -30,8 +30,8 @@ class DecodingStep:
     ----------
     model
         A Doge or converted model on a GPU, all of whose layers have dynamic masks, in evaluation mode.
-    cache : DynamicMaskCache
-        With at least one token per row.
+    cache : DynamicMaskCache, or GatedCache with a capacity
+        With at least one token per row, without ``record_stops``.
 
     Raises
     ------
@@ -59,14 +59,16 @@ class DecodingStep:
                              f"{' in training mode' if model.training else ''}")
         self._capture(stores)
 
-    def _checked_stores(self) -> list[DynamicCache]:
+    def _checked_stores(self) -> list[Store]:
         """The caches of all layers."""
+        if any(store.grows for layer in self._layers for store in layer.stores):
+            raise ValueError("cache must not grow: give a GatedCache a capacity, and do not record stops")
         if any(not layer.stores or layer.record_past for layer in self._layers):
             raise ValueError("cache must hold at least one token and must not record its past")
         self._cache.check_whole()
         return [store for layer in self._layers for store in layer.stores]
 
-    def _capture(self, stores: list[DynamicCache]) -> None:
+    def _capture(self, stores: list[Store]) -> None:
         """Capture a step on these caches."""
         ids = torch.zeros(stores[0].batch, 1, dtype=torch.long, device=stores[0].length.device)
         lengths, saved = [layer.get_seq_length() for layer in self._layers], [store.clone() for store in stores]

@@ -20,10 +20,9 @@ from transformers.cache_utils import DynamicCache as FullCache
 from transformers.masking_utils import AttentionMaskInterface
 
 from cupy_dma.transformers.attention import attention_forward
-from cupy_dma.transformers.cache import DynamicMaskCache
+from cupy_dma.transformers.cache import DynamicMaskCache, GatedCache
 from cupy_dma.transformers.converted import convert_modules
 from cupy_dma.transformers.doge import doge_forward
-from cupy_dma.transformers.gate import FullGatedCache
 from cupy_dma.transformers.layers import KEY, NAME, dynamic_layers, gated_layers
 from cupy_dma.transformers.served import check_class, check_served
 from cupy_dma.transformers.visibility import visibility
@@ -59,7 +58,7 @@ def _with_our_cache(original: Any) -> Any:
             for name, before in given.items():
                 if before is None and type(model_kwargs.get(name)) is FullCache and \
                         generation_config.cache_implementation in (None, "dynamic"):
-                    model_kwargs[name] = (FullGatedCache if gated_layers(config) else DynamicMaskCache)(config)
+                    model_kwargs[name] = (GatedCache if gated_layers(config) else DynamicMaskCache)(config)
                     if generation_config.is_assistant:
                         model_kwargs[name].activate_past_recording()
         return result

@@ -138,7 +138,8 @@ def _check_gates(model: Any, name: str, ids: Tensor, outcome: str) -> None:
     _close(_logits(model, _other_last(ids), use_cache=False)[:, :-1], found[:, :-1],
            "logits before the last token of the model with gates")
     if steps is not None:
-        _close(_cached(model, ids, steps, dmt.FullGatedCache(config)), found, "logits with gates and their cache")
+        for cache in (dmt.FullGatedCache(config), dmt.GatedCache(config)):
+            _close(_cached(model, ids, steps, cache), found, f"logits with gates and a {type(cache).__name__}")
     for gate in gates:
         gate.train()
     model(input_ids=ids, use_cache=False).logits.square().sum().backward()

@@ -1,4 +1,5 @@
 """The examples and the page of the docs on transformers run, and notice what they are there to notice."""
+import contextlib
 import re
 
 import pytest
@@ -40,9 +41,25 @@ def test_conversion(tmp_path, capsys, monkeypatch):
     assert example.main(options) == 1
 
 
+def test_replay(capsys, monkeypatch):
+    from examples import replay as example
+
+    options = ["--steps", "5", "--batch", "4", "--tokens", "16"]
+    assert example.main(options) == 0
+    said = capsys.readouterr().out
+    first, last = map(float, re.search(r"even tokens: ([\d.]+)% at first, ([\d.]+)% at the end", said).groups())
+    assert first < 65 < 70 < last
+    off, without = map(float, re.search(r"sampler's by (\S+); without its cache's stops by (\S+)", said).groups())
+    assert off < 1e-4 and without > 0.1
+
+    monkeypatch.setattr(example.dmt, "replay", lambda model, stops: contextlib.nullcontext())
+    assert example.main(options) == 1
+
+
 def test_the_page_of_the_docs(capsys):
     from tests.project.pages import run_page
 
     names = run_page("transformers.md", gpu=False)
     assert names["model"].config.dynamic_mask["recent"] == 16
     assert names["cache"].get_seq_length() == 40 + 20 + 5 + 20 - 1
+    assert names["chosen"].shape == (2, 20, 1) and (names["chosen"] < 0).all()

@@ -129,8 +129,10 @@ def test_cached_is_uncached(name, how, search):
     for gate in gates_of(model):
         torch.nn.init.normal_(gate.proj.weight, std=0.1)
     found, cache = generated(model, prompt(how), **search)
-    assert type(cache) is dmt.FullGatedCache
+    assert type(cache) is dmt.GatedCache
     expected, _ = generated(model, prompt(how), **search, use_cache=False)
+    assert torch.equal(found, expected)
+    expected, cache = generated(model, prompt(how), **search, **{small.CACHE: dmt.FullGatedCache(model.config)})
     assert torch.equal(found, expected)
     shares = [layer.log_gate.isinf().float().mean().item() for layer in cache.layers if hasattr(layer, "log_gate")]
     assert shares and all(0.1 < share < 0.9 for share in shares)
@@ -151,12 +153,15 @@ def test_assisted_decoding(draft):
 
 
 @pytest.mark.parametrize("steps", [(25, 1, 10, 4), (1,) * 40])
-def test_logits_of_parts(steps):
+@pytest.mark.parametrize("kind", [dmt.FullGatedCache, dmt.GatedCache])
+def test_logits_of_parts(steps, kind):
     """And of a cache whose rows have been repeated, selected, reordered and cropped."""
     given, real = small.batch("left")
     model, ids = gated("llama"), given["input_ids"]
     expected = model(**given, use_cache=False).logits
-    cache, begin = dmt.FullGatedCache(model.config), 0
+    cache, begin = kind(model.config), 0
+    if kind is dmt.GatedCache:
+        cache.activate_past_recording()
 
     def more(rows, begin, end):
         with torch.no_grad():
@@ -176,12 +181,13 @@ def test_logits_of_parts(steps):
         cache.crop(-9)
     cache.reset()
     assert cache.get_seq_length() == 0
-    close(more([0, 1], 0, begin)[real], expected[real])
+    close(more(rows, 0, begin)[real[rows]], expected[rows][real[rows]])
 
 
-def test_a_continued_chat():
+@pytest.mark.parametrize("kind", [dmt.FullGatedCache, dmt.GatedCache])
+def test_a_continued_chat(kind):
     model, first = gated("llama"), prompt("left")
-    cache = dmt.FullGatedCache(model.config)
+    cache = kind(model.config)
     said = model.generate(**first, **GREEDY, **{small.CACHE: cache})
     more = torch.randint(3, small.VOCABULARY, (3, 6), generator=torch.Generator().manual_seed(5))
     ids = torch.cat([said, more], 1)
@@ -190,12 +196,66 @@ def test_a_continued_chat():
     assert torch.equal(found, model.generate(ids, attention_mask=mask, **GREEDY, use_cache=False))
 
 
+def test_a_bounded_cache():
+    """It keeps the open keys with the highest logits, and crops what it has recorded."""
+    model, given = gated("llama"), small.batch("left")[0]
+    cache, inputs = dmt.GatedCache(model.config, capacity=4), {}
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(
+            lambda module, args, kwargs: inputs.update({module.layer_idx: kwargs["hidden_states"]}), with_kwargs=True)
+    with torch.no_grad():
+        model(**given, **{small.CACHE: cache})
+    for index, (layer, module) in enumerate(zip(cache.layers, model.model.layers)):
+        logits = module.self_attn.retention_gate.ranks(inputs[index])
+        kept = layer.store.kept()
+        assert kept.positions.shape[2] == 4 + DELAY + SINKS
+        for b, pad in enumerate((given["attention_mask"] == 0).sum(1).tolist()):
+            n = small.LENGTH - pad
+            for h in range(2):
+                ranked = logits[b, h, pad:]
+                best = [j for j in ranked.argsort(descending=True)[:4].tolist() if ranked[j] > 0]
+                expected = sorted({*best, *range(SINKS), *range(n - DELAY, n)})
+                assert [j for j in kept.positions[b, h].tolist() if j >= 0] == expected
+    with pytest.raises(RuntimeError, match="the cache keeps open gates and no padding"):
+        cache.crop(-1)
+
+
+def test_what_a_gated_cache_does_not_take():
+    model = gated("llama")
+    cache = dmt.GatedCache(model.config)
+    ids = small.batch("plain")[0]["input_ids"]
+    packed = dmt.attention.Visibility(small.LENGTH, small.LENGTH, 0, ids.device, documents=[(ids > 200).long()])
+    with pytest.raises(NotImplementedError, match="a GatedCache supports no packed sequences"), torch.no_grad():
+        model(input_ids=ids, attention_mask=packed, **{small.CACHE: cache})
+    cache.reset()
+    with torch.no_grad():
+        model(input_ids=ids, **{small.CACHE: cache})
+    with pytest.raises(ValueError, match="cache must not grow: give a GatedCache a capacity"):
+        dmt.DecodingStep(model, cache)
+
+
+@pytest.mark.parametrize("kind", [dmt.FullGatedCache, dmt.GatedCache])
+def test_soft_gates_in_a_cache(kind):
+    """Gates in training mode, as forward passes draw them."""
+    model, ids = gated("llama", threshold=-4.0), small.batch("plain")[0]["input_ids"]
+    for gate in gates_of(model):
+        gate.train()
+    cache = kind(model.config)
+    with torch.no_grad():
+        torch.manual_seed(3)
+        expected = model(input_ids=ids, use_cache=False).logits
+        torch.manual_seed(3)
+        found = model(input_ids=ids, **{small.CACHE: cache}).logits
+        close(found, expected)
+        assert model(input_ids=ids[:, :1], **{small.CACHE: cache}).logits.isfinite().all()
+
+
 def test_caches_that_do_not_fit():
     model = gated("llama")
     ids = small.batch("plain")[0]["input_ids"]
     with torch.no_grad():
         other = model(input_ids=ids[:, :20], **full_cache(model))[small.CACHE]
-        with pytest.raises(NotImplementedError, match="needs the gates of earlier keys: give the model a FullGatedCa"):
+        with pytest.raises(NotImplementedError, match="needs the gates of earlier keys: give the model a GatedCache"):
             model(input_ids=ids[:, 20:], **{small.CACHE: other})
         with pytest.raises(NotImplementedError, match="supports no static cache"):
             model.generate(ids, max_new_tokens=2, cache_implementation="static", pad_token_id=0)
@@ -204,7 +264,7 @@ def test_caches_that_do_not_fit():
         broken.layers[0].log_gate = broken.layers[0].log_gate[..., 1:]
         with pytest.raises(RuntimeError, match=r"20 earlier keys and 19 gates of them: .* reset\(\) the cache"):
             model(input_ids=ids[:, 20:], **{small.CACHE: broken})
-    with pytest.raises(ValueError, match="one with gates needs a FullGatedCache"):
+    with pytest.raises(ValueError, match="one with gates needs a GatedCache"):
         dmt.DynamicMaskCache(model.config)
     with pytest.raises(ValueError, match="converted with policy='gate', got LlamaConfig without gates"):
         dmt.FullGatedCache(small.converted("llama").config)
@@ -234,7 +294,10 @@ def test_saved_and_loaded(name, hidden, kind, tmp_path):
     state = model.state_dict()
     assert all(torch.equal(x, state[key]) for key, x in loaded.state_dict().items())
     assert [repr(gate) for gate in gates_of(loaded)] == [repr(gate) for gate in gates_of(model)]
-    assert torch.equal(loaded.generate(**prompt("left"), **GREEDY), model.generate(**prompt("left"), **GREEDY))
+    found = loaded.generate(**prompt("left"), **GREEDY)
+    assert torch.equal(found, model.generate(**prompt("left"), **GREEDY))
+    full = {small.CACHE: dmt.FullGatedCache(model.config)}
+    assert torch.equal(found, model.generate(**prompt("left"), **GREEDY, **full))
 
 
 def test_copies_and_pickles():
