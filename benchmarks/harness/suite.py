@@ -1,7 +1,6 @@
-"""What the forward and the backward benchmark share: cases, inputs, how a row is recorded, the run, its options.
+"""What routines share that measure case by case: cases, inputs, how a row is recorded, the run, its options.
 
-A benchmark is a ``Suite``: its cases, a subclass of ``Benchmark`` that measures one of them, and how results are shown.
-Nothing here imports an array library before a run begins, so that tables can be made from recorded results anywhere.
+Such a routine is a ``Suite``: its cases, a subclass of ``Benchmark`` that measures one of them, and a report.
 """
 from __future__ import annotations
 
@@ -100,7 +99,13 @@ def cases(which: str, quick: bool = False) -> list[Case]:
 
 
 class Benchmark:
-    """Inputs of one case and the rows that were measured on them."""
+    """Inputs of one case and the rows that were measured on them. Subclasses have ``ours()``, which measures this
+    library, ``check()``, whose "ok" says whether all was right, and ``peers(deadline, flex)``, which measures
+    FlexAttention or the other peers, none of which is started after ``deadline``."""
+
+    ours: Callable[[], None]
+    check: Callable[[], dict[str, Any]]
+    peers: Callable[[float, bool], None]
 
     flops: ClassVar[dict[str, int]] = {}  # stage -> operations per pair and head dim; other stages have no throughput
 
@@ -165,18 +170,6 @@ class Benchmark:
     def failed(self, who: str, stage: str, words: str, **more: Any) -> None:
         measure.synchronize()
         self.rows.append({"who": who, "stage": stage, "ms": None, "timing": "", "note": words, **more})
-
-    def ours(self) -> None:
-        """Measure this library; ``prepare`` has been called."""
-        raise NotImplementedError
-
-    def check(self) -> dict[str, Any]:
-        """What was compared with float64; "ok" says whether all of it was right."""
-        raise NotImplementedError
-
-    def peers(self, deadline: float, flex: bool) -> None:
-        """Measure FlexAttention or the other peers. After ``deadline`` none is started."""
-        raise NotImplementedError
 
 
 class Checked(Benchmark):

@@ -1,31 +1,24 @@
 """Backward pass: this library, dense attention and FlexAttention with the same mask, in one run.
 
-Inputs, as in forward_performance.py: bfloat16, query, key, value, dt_proj and dout independent normal numbers, A = 0.1.
+Inputs as in forward, and dout. Sets: ``table`` and ``model`` as in forward up to N = 131072, where dense attention
+ends; ``model`` also has 64 heads, batches of four, D 256, and scores that rise, fall, come in bursts or are all equal.
+``plain``: causal attention and attention without a mask or bias, N = 4096 (batch 4) and 16384, D 64 and 128.
 
-Sets. ``table``, the original package's (B1 H2/1 D64): "train" N = 256 ... 32768 with w = 1024, "window" w = 32 ...
-32768 at N = 32768 (and 256 at N = 1024). ``model``: 16 or 32 heads over 8, D 64 and 128, N = 4096 ... 131072, w 1024
-and 2048, also 64 heads, batches of four, D 256, and scores that rise, fall, come in bursts or are all equal. ``plain``:
-causal attention and attention without a mask or bias, N = 4096 (batch 4) and 16384, D 64 and 128.
+Stages. backward: attention_backward with all four gradients, every list of the mask prepared; backward+lists: with the
+mask's cache emptied before the capture; backward deterministic. forward+backward: dynamic_mask_attention and its
+gradients from the values, dt_proj and A on; scores and selection are computed twice, as without autograd.
 
-Stages. backward: attention_backward with the gradients of query, key, value and bias, every list of the mask prepared;
-backward+lists: with the mask's cache emptied before the capture; backward deterministic: deterministic=True.
-forward+backward: dynamic_mask_attention and dynamic_mask_attention_backward from the values, dt_proj and A on, with the
-gradients of all of them; scores and selection are computed twice, as a caller without autograd has it.
-
-Peers. cudnn, flash: dense causal scaled_dot_product_attention on contiguous (B, H, N, D) tensors (more work: all
-pairs; in ``plain`` the same); backward is torch.autograd.grad of a retained forward pass, forward+backward (cudnn) is
-both. flex: compiled
-FlexAttention with the same interval mask as block mask and the bias as a score_mod that learns, backward alone.
-
-The record also holds rates that others have published, as a reference that was not run.
+Peers. cudnn, flash: dense causal scaled_dot_product_attention on contiguous (B, H, N, D) tensors (more work: all pairs;
+in ``plain`` the same): torch.autograd.grad of a retained forward pass, for forward+backward (cudnn) of both. flex:
+compiled FlexAttention, the interval mask as block mask, the bias as a score_mod that learns, backward alone. Rates
+that others have published stand beside them as a reference that was not run.
 
 Throughput: effective = dense causal operations / time; needed = operations of the kept pairs / time. 10*D per pair for
 a backward pass (five products), 14*D with the forward.
 
-Check: sampled queries (dq) and keys (dk, dv, dbias) of every case are compared with float64 under the rule "at most
-three times the error of the plain same-precision computation plus one rounding", see harness/check.py; keys that nobody
-sees have gradients of exactly zero; deterministic=True gives the same bits twice; the whole chain agrees with its
-stages.
+Check: sampled queries (dq) and keys (dk, dv, dbias) of every case against float64, with at most three times the error
+of the plain same-precision computation plus one rounding (harness/check.py). Keys that nobody sees have gradients of
+exactly zero, deterministic=True gives the same bits twice, and the whole chain agrees with its stages.
 """
 from __future__ import annotations
 

@@ -1,30 +1,27 @@
 """Dynamic mask attention of one sequence over several GPUs, beside one GPU and beside ring attention.
 
-Sizes: B = 1, 16 query heads over 8, D 128, w 2048, bfloat16, 65536 to 8388608 tokens in equal shards. Queries, keys,
-values and scores are normally distributed and independent, seeded by shard.
+A process for each of ``--ranks`` GPUs, or those of ``torchrun --nproc_per_node 8 -m benchmarks context_parallel``.
 
-Peers. ours: ``context_parallel_attention`` with room ahead of keys and values. copies: the same without, so that keys
-and values are copied. one: ``dynamic_mask_attention`` of the whole sequence on the GPU of rank 0. ring: torch's own
-context parallel for SDPA, causal attention over all keys, for which every key and value goes around; more work, all
-pairs.
+Sizes: B = 1, 16/8 heads, D 128, w 2048, bfloat16, 65536 to 8388608 tokens in equal shards. Queries, keys, values and
+scores are normally distributed and independent, seeded by shard.
 
-Passes. forward; training: forward and backward, gradients of query, key, value and scores; model, of ours and one: a
-training step of the decoder of the routine training (80m: 12 layers of width 768, w 1024) on one sequence, each layer
-recomputed in the backward pass; mesh: the same with half as many sequences as ranks, each over two ranks, which
-together have that many tokens: data and context parallelism on a mesh of two axes, with four ranks or more. Both of
-``--model-lengths`` only.
+Peers. ours: ``context_parallel_attention`` with room ahead of keys and values. copies: without, so that they are
+copied. one: ``dynamic_mask_attention`` of the whole sequence on the GPU of rank 0. ring: torch's own context parallel
+for SDPA, causal attention for which every key and value goes around (more work: all pairs).
 
-Timing: two calls, in which kernels are compiled, then ``--steps`` calls queued without waiting, with CUDA events
-between them. A call takes as long as on its slowest rank; the median. Nothing is flushed: a shard is larger than the L2
-cache. A peer whose calls would take longer than ``--longest`` seconds, reckoned from the length before, is left out,
-and one that would not fit into memory.
+Passes. forward; training: with the gradients of query, key, value and scores; model, of ours and one: a step of the
+decoder of the routine training on one sequence, each layer recomputed in the backward pass; mesh: the same with half as
+many sequences as ranks, each over two ranks: data and context parallelism, with four ranks or more. model and mesh
+are measured at ``--model-lengths`` only, which are tokens of all sequences together.
 
-Check. Of ours and copies: rows of every shard against float64 attention over the exact selection, twice the error of
-the plain computation and one rounding allowed; gradients of rank 0's shard, which hold what later ranks have returned,
-against those of one GPU where that has run; the losses of a model's steps against those of one GPU, within 5e-3 nats;
-the bytes that are counted against the formula, and that no length changes them.
+Timing: two calls compile the kernels, then ``--steps`` are queued without waiting, with CUDA events between them; the
+median of the slowest rank counts. A shard is larger than the L2 cache. A peer is left out that would not fit into
+memory, or whose calls would take longer than ``--longest`` seconds by those of the length before.
 
-Results: ``context_parallel_<GPUs>.json`` in the folder of the GPU; while it runs, ``context_parallel.partial.json``.
+Check. Of ours and copies: rows of every shard against float64 attention over the exact selection, with twice the error
+of the plain computation and one rounding allowed; gradients of rank 0's shard, which hold what later ranks have
+returned, against those of one GPU; the losses of a model within 5e-3 nats of one GPU's; the bytes received against the
+formula, and that no length changes them.
 """
 from __future__ import annotations
 

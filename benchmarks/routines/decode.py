@@ -1,31 +1,28 @@
 """Decoding: the cache's step, the stateless way and the other ways to answer one query, in one run.
 
-Inputs: bfloat16, query, key and value independent normal numbers, scores independent uniform ones (so some are equal),
-seeded by the case. One query a sequence, at the end of its history.
+Inputs: bfloat16, independent normal query, key and value, uniform scores (so some are equal), seeded by the case. One
+query a sequence, at the end of its history. Sets. ``table``, the original package's: B1 H2/1 D64, 256 ... 524288 keys,
+w = 1024. ``model``: batch 1, 8, 32, 128; 16 and 32 heads over 8, D 128; histories of 4096, 32768 and 131072 tokens
+(batch 1 also 1048576), w 1024 and 2048; what does not fit into memory is left out.
 
-Sets. ``table``, the original package's: B1 H2/1 D64, 256 ... 524288 keys, w = 1024. ``model``: batch 1, 8, 32, 128; 16
-and 32 heads over 8, D 128; histories of 4096, 32768 and 131072 tokens (batch 1 also 1048576), w 1024 and 2048; what
-does not fit into memory is left out.
+Ours. step: ``DynamicCache.extend`` by one token after the history, whose score is above all others, so that each step
+displaces a kept key (or fills a cache that is not yet full). replay and eager: wall time of one step and the wait for
+it, as a CUDA graph of that step alone and as a call; "queued_ms": among many that are queued. stateless:
+``dynamic_mask_attention`` from the scores on. prepared: ``attention`` with the interval mask given. kept_bytes: keys
+and values of the kept rows; cache_bytes: all arrays of a cache, or keys and values of the whole history.
 
-Ours. step: ``DynamicCache.extend`` by one token, the cache having seen the history before (by ``update`` in pieces);
-the timed token has a score above all others, so that each step displaces a kept key (or fills a cache that is not yet
-full). replay and eager: wall time of one step and the wait for it, as a CUDA graph of that step alone and as a call;
-among many that are queued ("queued_ms"). stateless: ``dynamic_mask_attention`` from the scores on, selection included.
-prepared: ``attention`` with the interval mask given. kept_bytes: keys and values of the kept rows, counted once;
-cache_bytes: all arrays of a cache, or keys and values of the whole history.
+Peers. cudnn, flash: scaled_dot_product_attention over all keys. masked: with an additive mask of the topk scores, as
+the original package's models call it; masked+build: with the time to build it. flex: compiled FlexAttention with the
+same interval mask as block mask (given) and the scores as score_mod.
 
-Peers. cudnn, flash: scaled_dot_product_attention over all keys. masked: the same function as the original package's
-models call it, with an additive mask of the topk scores and -inf elsewhere; masked+build: with the time to build it.
-flex: compiled FlexAttention with the same interval mask as block mask (given) and the scores as score_mod.
+GPU time (``measure.steps_ms``): up to 20 calls in one graph, each on arrays of its own (as many copies as 4 GiB hold),
+as a decode step passes through the layers of a model. cold_ms: one call alone with an empty L2 cache, launch included.
+Copy bandwidth: bytes read and written by a copy of 2 GiB on the device, by a kernel or a copy engine, the faster.
+Empty replay: wall time of a graph of one tiny kernel and the wait for it.
 
-GPU time (see measure.py, ``steps_ms``): up to 20 calls in one graph, each on arrays of its own (as many copies as 4 GiB
-hold), as a decode step passes through the layers of a model. cold_ms: one call alone with an empty L2 cache, a few
-microseconds of launch included. Copy bandwidth: bytes read plus bytes written by a copy of 2 GiB on the device, by a
-kernel or a copy engine, the faster. Empty replay: wall time of a graph of one tiny kernel and the wait for it.
-
-Check: every output, also the peers', against float64 in the first, the last and a drawn sequence, under the rule "at
-most twice the error of the plain same-precision computation plus one rounding"; the keys in the cache must be exactly
-the best of the whole history, and a replayed step must give the same bits as a call.
+Check: every output, also the peers', against float64 in the first, the last and a drawn sequence, with at most twice
+the error of the plain same-precision computation plus one rounding; the keys in the cache are exactly the best of the
+whole history, and a replayed step gives the same bits as a call.
 """
 from __future__ import annotations
 

@@ -8,15 +8,13 @@ key is seen. SDPA (cuDNN) in the same place.
 Modes. eager; graphs: ``torch.compile(fullgraph=True, mode="reduce-overhead")``, a CUDA graph for each direction;
 captured: the eager step in one CUDA graph.
 
-``STEPS`` steps are queued without waiting, under torch's profiler, which lengthens what is short. A pause is the time
-between the end of all kernels so far and the start of the next within a step; a step from first kernel to last. Columns
-are medians over the steps but the first: the longest pause of a step, all its pauses, the step; and the longest of all,
-and between which kernels the longest of a step mostly lies. Of the attention alone, the kernels of the last step, too.
+``STEPS`` steps are queued under torch's profiler, which lengthens what is short. A pause is the time between the end of
+all kernels so far and the start of the next within a step; a step from first kernel to last. Columns are medians over
+the steps but the first: the longest pause, all pauses, the step; and the longest of all, and between which kernels the
+longest mostly lies. Of the attention alone, the kernels of the last step, too.
 
 Check: output and inputs' gradients of a compiled step are those of the eager one within ``NEAR`` of their norm (rounded
 otherwise, scores near the bound select other keys); all gradients are finite.
-
-Results: ``gaps.json`` in the folder of the GPU.
 """
 from __future__ import annotations
 

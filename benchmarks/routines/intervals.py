@@ -3,21 +3,17 @@
 Such masks come from gates that a model has learned, from evictions that a cache has recorded, or from a user's own
 arrays (``IntervalMask.from_stop``, ``from_gate``, ``IntervalMask(start, stop)``).
 
-Inputs, as in backward.py: bfloat16, 16/8 heads, D 128 and 64, batch 1; N = 8192, 32768 and 131072; independent scores
-as bias. Masks: "1/8", "1/16": every key for 512 positions, and one in 8 or 16, drawn for each kv head, for ever.
-"gates 1/2" to "1/16": the same from gates (``from_gate``), whose logarithms are the bias, from a distance of 512 on.
-"lognormal": a key's lifetime is lognormal, median 256, sigma 1.5. "budgets": the best 256 to 2048 keys, another number
-for each kv head. "sinks": StreamingLLM, 4 sinks and a window of 1024, as a cache records them. "H2O": what a cache with
-room for 1024 keys has evicted, the least attended ones, recorded for each kv head over texts of 8192 tokens, one after
-the other (see ``h2o_stops``). "top-w": the best 1024 keys, of which
-the library knows only starts and stops; "top-w, bound": the same mask with its bound. "all": every key for ever,
-"none": no key.
+Inputs as in backward: 16/8 heads, D 128 and 64; N = 8192, 32768 and 131072; independent scores as bias. Masks: "1/8",
+"1/16": every key for 512 positions, and one in 8 or 16, drawn for each kv head, for ever. "gates 1/2" to "1/16": the
+same from gates, whose logarithms are the bias, from a distance of 512 on. "lognormal": a key's lifetime is lognormal,
+median 256, sigma 1.5. "budgets": the best 256 to 2048 keys, another number for each kv head. "sinks": StreamingLLM, 4
+sinks and a window of 1024, as a cache records them. "H2O": evictions of a cache with room for 1024 keys, see
+``h2o_stops``. "top-w": the best 1024 keys, of which the library knows only starts and stops; "top-w, bound": with its
+bound. "all": every key for ever, "none": no key.
+
 Backward: gradients of query, key, value and bias. "with lists": they are made anew. Forward and backward: attention and
-its gradients, lists made once. Timing, L2 policy, medians: see measure.py.
-
-Peers. cudnn: dense causal scaled_dot_product_attention. flex: compiled FlexAttention with the same mask as block mask,
-given, and the bias as a score_mod that learns; backward, and forward and backward, at 32768, "1/8" and "gates 1/8".
-
+its gradients, lists made once. Peers. cudnn: dense causal scaled_dot_product_attention. flex: compiled FlexAttention
+with the same mask as block mask, given, and the bias as a score_mod that learns, at 32768, "1/8" and "gates 1/8".
 Allowed: causal pairs over kept pairs, the most that an attention as fast as cuDNN could gain.
 
 Check: sampled gradients, from the forward's output and lse, against float64; see harness/check.py.

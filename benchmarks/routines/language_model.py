@@ -1,24 +1,22 @@
 """Byte-level language models with a mask that prunes: loss by position, beside full attention and a sliding window.
 
-Text (harness/text.py): the topics of Python's ``help()`` and the sources of the standard library, some 28 MB of bytes;
-a tenth of the files is held out. It depends on the version of Python, so rows carry its checksum.
+Text (harness/text.py): the topics of Python's ``help()`` and the sources of the standard library, some 28 MB; a tenth
+of the files is held out. It depends on the version of Python, so rows carry its checksum.
 
 Models (harness/small_models.py): 6 layers of width 384, 6/3 heads of 64, MLP of 1536, rotary positions, 10 M
 parameters; bfloat16 autocast. AdamW, weight decay 0.1 (not on the scores' parameters), gradients clipped to 1, a rate
-of 1e-3 that rises for 100 steps and falls to a tenth by a cosine, 1500 steps of 16384 bytes: 25 M bytes, less than one
-pass. Pieces of the text have a sixteenth, an eighth, a quarter and half of the length for an eighth of the steps each,
-then all of it: at full length from the first step models learn so slowly that the loss rises with the number of keys.
-The three seeds are one stack, trained at once; each sees the same pieces for every kind of attention.
+of 1e-3 that rises for 100 steps and falls to a tenth by a cosine, 1500 steps of 16384 bytes: less than one pass.
+Pieces of the text have a sixteenth, an eighth, a quarter and half of the length for an eighth of the steps each, then
+all of it: at full length from the first step models learn so slowly that the loss rises with the number of keys. The
+three seeds are one stack, trained at once; each sees the same pieces for every kind of attention.
 
 Parts. main: 4096 bytes, w = 512, of every kind. windows: w = 256 and 1024. long: 8192 bytes, w = 512. rates: half and
-twice the learning rate. Whatever is kept besides, recent keys and sinks, counts as part of w.
+twice the learning rate. Recent keys and sinks count as part of w.
 
-Loss: nats per byte of the beginnings of ``TESTED`` held-out files, in bins of the position in the file. Lives: how long
-the keys of the first half of one held-out file stay visible, by layer and kv head, at four times of the training.
+Loss: nats per byte of the beginnings of ``TESTED`` held-out files, in bins of the position. Lives: how long the keys
+of the first half of one held-out file stay visible, by layer and kv head, at four times of the training.
 
-Cost: 26 stacks, 75 to 115 s each on an H100 that two processes share.
-Results: ``benchmarks/results/evidence/language_model.json`` and ``.png``, written after every stack. Models are kept in
-``--models`` (build/evidence), where needle.py looks for them.
+Cost: 26 stacks, 75 to 115 s each on an H100 that two processes share. Models are kept in ``--models``, for needle.
 """
 from __future__ import annotations
 

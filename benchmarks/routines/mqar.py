@@ -1,36 +1,32 @@
 """Multi-query associative recall: can a model learn which keys to keep, and what if it may keep too few?
 
 Task (harness/recall.py): pairs of a key and a value among random fillers in the first half of a sequence, every key
-once more in the second half; the model names its value. A model that keeps the row of each value, and it alone, needs
-as many keys as there are pairs.
+once more in the second half; the model names its value. Keeping the row of each value, and it alone, takes as many
+keys as there are pairs.
 
 Models (harness/small_models.py): 2 layers of one head without MLP or positions, a causal convolution of 3 tokens ahead
-of query, key and value, as in the zoology papers. bfloat16 autocast, float32 parameters. All of the learning rates
-``RATES`` and the seeds ``SEEDS`` are one stack, trained at once; the models of a seed begin with the same numbers and
-see the same sequences, drawn anew in every step. AdamW without weight decay, gradients clipped to 1, the rate rises for
-``WARM_UP`` steps and falls to 0 by a cosine. A step has 32 sequences of 1024 tokens for each model, and as many tokens
-of other lengths. Sequences grow: an eighth, a quarter and a half of the length and of the pairs, for a sixth of the
-steps each, then all of them; ``w`` stays. (Models whose every step has the full length hardly leave the plateau of
-naming any value; two stacks of the parts small and starts show that.)
+of query, key and value, as in the zoology papers; bfloat16 autocast, float32 parameters. All ``RATES`` and ``SEEDS``
+are one stack, trained at once; the models of a seed begin with the same numbers and see the same sequences, drawn anew
+in every step. AdamW without weight decay, gradients clipped to 1, the rate rises for ``WARM_UP`` steps and falls to 0
+by a cosine. A step has 32768 tokens for each model. Sequences grow: an eighth, a quarter and a half of the length and
+of the pairs, for a sixth of the steps each, then all of them; ``w`` stays. (At full length from the first step models
+hardly leave the plateau of naming any value; two stacks of the parts small and starts show that.)
 
-Parts. main: length 1024, 64 pairs, width 64; windows of a quarter of the pairs to twice as many; every kind of
-attention, dynamic masks as the original has them (A = 0 at first), the same with ten times the learning rate for ``A``
-and ``dt_proj`` (``chosen``), and with A = 1 all the time, at ten times the rate (``held``) or, in the linear form, at
-the usual one (``steady``). starts: 64 keys; how A begins, whether it is trained, its learning rate, recent keys and
-sinks within the same number of keys. small: the same with 16 keys for 8 pairs in 64 tokens. lengths: 512 to 4096 tokens
-with 32 to 256 pairs, as many keys. widths: 128 and 256. frozen: scores that are learned while the sequences grow and
-stay as they are from then on, at all lengths.
+Parts. main: length 1024, 64 pairs, width 64; w from a quarter of the pairs to twice as many; every kind of attention,
+dynamic masks as the original has them (A = 0 at first), with ten times the learning rate for ``A`` and ``dt_proj``
+(``chosen``), with A = 1 all the time at that rate (``held``) or, in the linear form, at the usual one (``steady``).
+starts: 64 keys; how A begins, whether it is trained, its rate, recent keys and sinks among the keys. small: the same
+with 16 keys for 8 pairs in 64 tokens. lengths: 512 to 4096 tokens with 32 to 256 pairs, as many keys. widths: 128 and
+256. frozen: scores that stay as they are once the sequences have grown, at all lengths.
 
-Accuracy: the share of right answers to all questions of ``TESTED`` fresh sequences, the same for all models of a seed.
-A model counts with the best of its checks (every 100 steps), as if its training had ended there; so do the zoology
-papers' models, whose training ends when they know the answers. The sequences that choose the check are those that are
-reported, 8192 questions at full size, so it is a little too good. Beside it stands what is left when all steps are
-done: a selection can be lost again. A stack ends after ``Task.steps``, or when some rate has had at least ``ENOUGH``
-for every seed. Tables show, of the rate that is best on average, mean and range of the seeds. ``kept``: the share of
-questions whose pair is still visible in the mask at the end, for each layer.
+Accuracy: right answers to all questions of ``TESTED`` fresh sequences, the same for all models of a seed. A model
+counts with the best of its checks (every 100 steps), as in the zoology papers, whose training ends when a model knows
+the answers; the same sequences choose and report, so it is a little too good. Beside it stands what is left at the
+end: a selection can be lost again. A stack ends early when some rate has ``ENOUGH`` for every seed. Tables show the
+rate that is best on average, mean and range of the seeds. ``kept``: the share of questions whose pair is still visible
+at the end, for each layer.
 
-Cost: 114 stacks, 8 to 120 s each on an H100 that two processes share. Results:
-``benchmarks/results/evidence/mqar.json`` and ``mqar.png``, written after every stack.
+Cost: 114 stacks, 8 to 120 s each on an H100 that two processes share.
 """
 from __future__ import annotations
 

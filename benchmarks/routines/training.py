@@ -1,34 +1,25 @@
 """Training steps of a decoder with dynamic mask attention, beside the same model with dense and with FlexAttention.
 
-Models (harness/decoder.py). 80m: 12 layers of width 768, 6/3 heads, D 128, w = 1024, MLP of 1536, vocabulary 32768: the
-shape of the original paper's 80M model. 1.7b: 4 layers of a model of 1.7B parameters, width 2048, 16/8 heads, D 128,
-w = 1024, MLP of 6144. (89M and 268M parameters with the embedding.) tiny: for trying. Everything is bfloat16,
-parameters and AdamW's state too (fused, weight decay 0.1, learning rate 3e-4; 5e-5 for 1.7b, which without a warm-up
-diverges in its first steps at 3e-4, dense attention too). A = 0.1 at first, so the selection goes by scores. Tokens are
-drawn at random, the r-th 1/r times as often as the first, anew in every step, the same for all peers.
+Models (harness/decoder.py), bfloat16 with a fused AdamW of the same type, weight decay 0.1. 80m: the shape of the
+original paper's model, 12 layers of width 768, 6/3 heads, D 128, w = 1024, MLP of 1536, vocabulary 32768, rate 3e-4.
+1.7b: 4 layers of a model of that size, width 2048, 16/8 heads, D 128, w = 1024, MLP of 6144, rate 5e-5, for without a
+warm-up it diverges at 3e-4, dense attention too. A = 0.1 at first, so the selection goes by scores. Tokens are drawn
+anew in every step, the r-th 1/r times as often as the first, the same for all peers.
 
-Peers. dma: cupy_dma. sdpa: causal scaled_dot_product_attention over all keys (more work: all pairs), by cuDNN where it
-gives gradients. flex: the same selection, the block mask built in every step, and compiled FlexAttention. none: no
-attention at all, query + key + value in its place. The model around them is the same, and parameters that they share
-begin with the same values.
+Peers. dma: cupy_dma. sdpa: causal scaled_dot_product_attention over all keys (more work), by cuDNN where it gives
+gradients. flex: the same selection, the block mask built in every step, compiled FlexAttention. none: query + key +
+value in place of attention. The model around them is the same, and shared parameters begin with the same values.
 
-Modes. eager; compile: each layer and the loss by torch.compile, in one graph each (flex: its core apart); checkpoint
-and compile+checkpoint: the same with each layer recomputed in the backward pass. The logits are recomputed always.
+Modes. eager; compile: each layer and the loss in one graph each (flex: its core apart); checkpoint and
+compile+checkpoint: with each layer recomputed in the backward pass. The logits are always recomputed.
 
-Sizes. A step has at least ``--tokens`` tokens (default 65536) in sequences of one length: 32 of 2048, 8 of 8192, 2 of
-32768, one of 131072.
-
-Timing: ``WARM_UP`` steps, in which kernels are compiled, then ``--steps`` steps queued without waiting, CUDA events
-between them, the median; forward, backward, optimizer. Peak memory: ``torch.cuda.max_memory_allocated`` of the
-measured steps, all of it, model and optimizer too. Share of attention: 1 - t(none) / t(peer), in the same mode.
+A step has at least ``--tokens`` tokens in sequences of one length. ``WARM_UP`` steps compile the kernels, then
+``--steps`` are queued without waiting, with CUDA events between them; the median counts. Peak memory is all of it,
+model and optimizer too. Share of attention: 1 - t(none) / t(peer), in the same mode.
 
 Check: the losses of all steps are finite and at most ``NEAR`` nats from the median of the rows, in all modes, that
-compute the same: dma and flex do. A row that fails has no numbers in the table; if it is not one of flex, the run exits
-with 1 and leaves the recorded results alone. A row that cannot run says why: "out of memory", or the error.
-
-Results: ``training.json`` and ``training.png`` in the folder of the GPU; while it runs, ``training.partial.json``.
-``--add`` keeps what is recorded there, of the same device, versions and commit, and adds or replaces the rows that it
-measures.
+compute the same: dma and flex do. A row that fails has no numbers in the table, and the run fails unless it is one of
+flex. ``--add`` keeps the recorded rows, of the same device, versions and commit, that this run does not measure.
 """
 from __future__ import annotations
 

@@ -1,24 +1,20 @@
 """What the tiles of the Hopper forward cost, and whether the tile scheduler takes the fastest way by that.
 
-Kernels are compiled by all cores first.
-
 Costs. For every kind of keys of ``sm90_tiles.TILES``, head dim and tile in use, and a few numbers of keys: microseconds
 of a wave, one tile on each SM, which is a third of what four waves take more than one; what a launch takes beside it;
 the same of a wave of tiles that are cut into slices of 64 or into halves of 64 and 128 rows, of one of short tiles, and
 of tiles that are split along their keys, with the combination of the splits. One kv head with two query heads. To
-what splits take beside a wave of so many keys three numbers are fitted: in any case, for each CTA, for each split of a
-tile.
+what splits take beside a wave of so many keys three numbers are fitted: in any case, for each CTA, for each split.
 
 Choices. Calls in every way that the scheduler may take (``sm90_schedule.candidates`` of each tile), beside the one it
-takes.
-Every output is compared with that of the first way; one that differs by more than two roundings of the largest element
-is marked WRONG, and the exit status is 1.
+takes. An output that differs from the first way's by more than two roundings of the largest element is marked WRONG,
+and the exit status is 1.
 
 Inputs: bfloat16, batch 1, independent normal elements; intervals: top-w masks of independent scores, which are the
 bias; bits: a dense bias without a mask, for with one there is one way; softcaps of 30. Lists of intervals are prepared.
 
-The results go to ``schedule.json`` in the folder of the GPU; those of a choice of kinds or head dims are only printed.
-``sm90_costs.json`` of the library holds its costs: ``--write`` puts them there.
+``schedule.json`` is recorded for all kinds and head dims only. ``--write`` puts the costs into the library's
+``sm90_costs.json``.
 """
 from __future__ import annotations
 
