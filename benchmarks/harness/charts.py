@@ -99,10 +99,13 @@ def svgs(panels: Sequence[Panel]) -> list[str]:
 
 
 def svg(figure: Any, name: str) -> str:
-    """An SVG element: transparent, black in the colour of the page's text, as wide as its column. ``name``: of its
-    own, since a page may hold several."""
+    """An SVG element: transparent, black lines in the colour of the page's text, as wide as its column. Each of a page
+    has a ``name`` of its own."""
     import matplotlib
 
+    for ax in figure.axes:
+        if ax.get_legend() is not None:
+            ax.get_legend().set_frame_on(False)
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "font.family": "sans-serif"}):
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
@@ -111,7 +114,6 @@ def svg(figure: Any, name: str) -> str:
     head = text.partition(">")[0]
     text = re.sub(r' (width|height)="[^"]*"', "", head) + text.removeprefix(head)
     text = text.replace("#000000", "currentColor")
-    text = re.sub(r'<text style="(?![^"]*fill: )', '<text style="fill: currentColor; ', text)
     return re.sub(r'(id="|url\(#|href="#)', rf"\g<1>c{zlib.crc32(name.encode())}-", text)
 
 

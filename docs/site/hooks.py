@@ -5,7 +5,7 @@
 - ``<!-- number -->`` is the speed that the landing page shows;
 - tables of results, between ``<!-- table:forward -->`` and its end, get room;
 - ``<!-- picture: name | what it shows -->`` in front of a Python block runs the block, which leaves a matplotlib Axes
-  or Figure in ``ax``, and puts the picture behind it;
+  or Figure in ``ax``, and puts the picture behind it, as an SVG element;
 - an empty block ``{ .python .excerpt file="..." }`` gets the file's text, with ``part="..."`` what follows the comment
   ``# ---- part`` in it;
 - ``<!-- command: plot -->`` is replaced by what ``python -m cupy_dma plot --help`` says;
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import io
 import json
 import posixpath
 import re
@@ -41,22 +40,18 @@ SHIM = "https://unpkg.com/iframe-worker/shim"  # of the theme's plugin `offline`
 
 def on_files(files: Files, config: Any) -> Files:
     files.append(File.generated(config, "contributing.md", content=(ROOT / "CONTRIBUTING.md").read_text()))
-    gallery = (ROOT / "docs" / "gallery.md").read_text()
-    for name, content in pictures(gallery):
-        files.append(File.generated(config, f"pictures/{name}.png", content=content))
     return files
 
 
-def pictures(markdown: str) -> list[tuple[str, bytes]]:
+def pictures(markdown: str) -> dict[str, str]:
     """The pictures of a page's blocks, run one after the other as a reader would."""
     names: dict[str, Any] = {"__name__": "gallery"}
-    made = []
+    made = {}
     for block in re.finditer(r"(?:<!-- picture: (\S+) \| .*? -->\n)?```python\n(.*?)```", markdown, re.DOTALL):
         exec(compile(block[2], "docs/gallery.md", "exec"), names)
         if block[1]:
-            buffer, drawn = io.BytesIO(), names["ax"]
-            getattr(drawn, "figure", drawn).savefig(buffer, format="png", dpi=110)
-            made.append((block[1], buffer.getvalue()))
+            drawn = names["ax"]
+            made[block[1]] = charts.svg(getattr(drawn, "figure", drawn), block[1])
     return made
 
 
@@ -64,7 +59,10 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     source = page.file.src_uri
     if source == "contributing.md":
         markdown = re.sub(r"\]\(docs/", "](", markdown)
-    markdown = PICTURE.sub(lambda m: f"{m[3]}\n![{m[2]}](pictures/{m[1]}.png){{ loading=lazy }}\n", markdown)
+    if PICTURE.search(markdown):
+        page.meta["pictures"] = pictures(markdown)
+        markdown = PICTURE.sub(r'\3\n<div class="charts" data-picture="\1" role="img" aria-label="\2"></div>\n',
+                               markdown)
     markdown = re.sub(r"<!-- table:(\w+) -->\n(.*?)\n<!-- /table:\1 -->",
                       r'<div class="results" markdown="1">\n\n\2\n\n</div>', markdown, flags=re.DOTALL)
     markdown = CHART.sub(r'<div class="charts" data-chart="\2" role="img" aria-label="\1"></div>', markdown)
@@ -112,6 +110,8 @@ def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
     """Types in docstrings are text with marks for code, which is what they are set in anyway; and a type that says all
     needs no dash behind it."""
     html = re.sub(r"<code>[^<]*``[^<]*</code>", lambda m: m[0].replace("``", ""), html)
+    html = re.sub(r'(<div [^>]*data-picture="([^"]+)"[^>]*>)</div>',
+                  lambda m: f"{m[1]}{page.meta['pictures'][m[2]]}</div>", html)
     html = re.sub(r'(<div [^>]*data-chart="(\w+)"[^>]*>)</div>', lambda m: f"{m[1]}{chart(m[2])}</div>", html)
     return re.sub(r"\s*–\s*<div class=\"doc-md-description\">\s*</div>", "", html)
 

@@ -74,7 +74,8 @@ def reasons(call: AttentionBackwardCall, problem: Problem, supers: SuperLists | 
     own = call.forward
     against = {
         f"a head dim above {MAX_NARROW_DIM}": own.head_dim > MAX_NARROW_DIM,
-        f"a head dim below {MIN_HEAD_DIM}": own.head_dim < MIN_HEAD_DIM and not wanted, "packed sequences": problem.count > 0,
+        f"a head dim below {MIN_HEAD_DIM}": own.head_dim < MIN_HEAD_DIM and not wanted,
+        "packed sequences": problem.count > 0,
         "a dense mask": problem.bits, "no lists of super-tiles": supers is None,
         "no gradient of the queries": "query" not in call.needs}
     found = [reason for reason, holds in against.items() if holds]
