@@ -5,7 +5,7 @@ import itertools
 import json
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from benchmarks.harness.charts import Panel, by_size, colormaps
@@ -45,6 +45,15 @@ def grouped(rows: list[Row], without: tuple[str, ...]) -> dict[tuple[Any, ...], 
                            if name not in without and not isinstance(x, list)))
         found.setdefault(key, []).append(row)
     return found
+
+
+def ordered(stacks: Iterable[list[Row]], key: Callable[[Row], Any]) -> list[list[Row]]:
+    """By what ``key`` says of the settings."""
+    return sorted(stacks, key=lambda rows: key(rows[0]["settings"]))
+
+
+def rank(one: Row) -> int:
+    return list(COLOURS).index(one["kind"])
 
 
 def words(one: dict[str, Any]) -> str:
@@ -94,13 +103,8 @@ def best(rows: list[Row]) -> list[Row]:
 def recall_stacks(result: dict[str, Any]) -> list[list[Row]]:
     """The rows of each setting at its best rate, in the order of the settings' sizes."""
     found = [best(rows) for rows in grouped(result["rows"], ("seed", "rate")).values()]
-
-    def order(rows: list[Row]) -> tuple[Any, ...]:
-        one = rows[0]["settings"]
-        task = one["width"], one["length"], one["pairs"], not one["grow"]
-        return *task, list(COLOURS).index(one["kind"]), words(one), budget(one)
-
-    return sorted(found, key=order)
+    return ordered(found, lambda one: (one["width"], one["length"], one["pairs"], not one["grow"], rank(one),
+                                       words(one), budget(one)))
 
 
 def name_of(one: dict[str, Any]) -> str:
@@ -207,11 +211,8 @@ LIVES = ("never seen", "to w / 4", "to w", "to 4 w", "longer", "to the end")
 
 def language_stacks(result: dict[str, Any]) -> list[list[Row]]:
     """The seeds of each setting, by length, keys and kind."""
-    def order(rows: list[Row]) -> tuple[Any, ...]:
-        one = rows[0]["settings"]
-        return one["length"], list(COLOURS).index(one["kind"]), budget(one), words(one), one["rate"]
-
-    return sorted(grouped(result["rows"], ("seed",)).values(), key=order)
+    return ordered(grouped(result["rows"], ("seed",)).values(),
+                   lambda one: (one["length"], rank(one), budget(one), words(one), one["rate"]))
 
 
 def language_label(one: dict[str, Any]) -> str:
@@ -319,11 +320,7 @@ OF = {False: "text alone", True: "with needles"}
 
 
 def needle_stacks(result: dict[str, Any]) -> list[list[Row]]:
-    def order(rows: list[Row]) -> tuple[Any, ...]:
-        one = rows[0]["settings"]
-        return one["planted"], list(COLOURS).index(one["kind"]), words(one)
-
-    return sorted(grouped(result["rows"], ("seed",)).values(), key=order)
+    return ordered(grouped(result["rows"], ("seed",)).values(), lambda one: (one["planted"], rank(one), words(one)))
 
 
 def share(row: Row, what: str, length: int, of: str = "needles") -> float | None:

@@ -201,26 +201,41 @@ def flex(query, key, value, start, stop, bias, block: int = 128, compiled: bool 
     return partial(_flex_pass(query, key, start, stop, block, compiled), q, k, v, bias)
 
 
+def with_bias_or_without(make: Callable[[bool], Call], errors: type[Exception]) -> tuple[Call, str]:
+    """The call that ``make`` makes, with the gradient of the bias where torch can give it, and a note."""
+    try:
+        call = make(True)
+        call()
+        return call, ""
+    except errors as error:
+        why = f"{type(error).__name__}: {error}".splitlines()[0][:100]
+    call = make(False)
+    call()
+    return call, f"without the gradient of the bias, {why}"
+
+
+def keep_forward() -> None:
+    """A donated buffer forbids a second backward of the same forward."""
+    import torch._functorch.config
+
+    torch._functorch.config.donated_buffer = False
+
+
 def flex_backward(query, key, value, dout, start, stop, bias, block: int = 128, compiled: bool = True,
                   delay: int = 0, forward: bool = False) -> tuple[Call, str]:
     """The gradients of ``flex``, of the bias too where torch can give it, whose ``delay`` is for as many keys as
     queries; ``forward``: the forward pass, too. Returns the call and a note."""
-    import torch._functorch.config
-
-    torch._functorch.config.donated_buffer = False  # a donated buffer forbids a second backward of the same forward
+    keep_forward()
     q, k, v, do = (x.transpose(1, 2).contiguous() for x in (query, key, value, dout))
-    try:
+
+    def make(learned: bool) -> Call:
         attend = _flex_pass(query, key, start, stop, block, compiled, delay)
+        if not learned:
+            return Backward(lambda q, k, v: attend(q, k, v, bias), (q, k, v), do)
         inputs = q, k, v, bias
-        call = partial(forward_backward, attend, inputs, do) if forward else Backward(attend, inputs, do)
-        call()
-        return call, ""
-    except Exception as error:  # compilers raise anything
-        why = f"{type(error).__name__}: {error}".splitlines()[0][:100]
-    attend = _flex_pass(query, key, start, stop, block, compiled, delay)
-    call = Backward(lambda q, k, v: attend(q, k, v, bias), (q, k, v), do)
-    call()
-    return call, f"without the gradient of the bias, {why}"
+        return partial(forward_backward, attend, inputs, do) if forward else Backward(attend, inputs, do)
+
+    return with_bias_or_without(make, Exception)  # compilers raise anything
 
 
 # ---- a dense mask and a dense bias -----------------------------------------------------------------------------------
@@ -289,9 +304,7 @@ def first_or_fastest(make: Callable[[dict[str, int]], Call], time_of: Callable[[
 
 def masked_flex_backward(query, key, value, dout, bias, blocks, compiled: bool = True) -> tuple[Call, str]:
     """The gradients of ``flex``, that of the bias among them. Returns the call and a note."""
-    import torch._functorch.config
-
-    torch._functorch.config.donated_buffer = False  # a donated buffer forbids a second backward of the same forward
+    keep_forward()
     q, k, v, do = (x.transpose(1, 2).contiguous() for x in (query, key, value, dout))
     grouped = q.shape[1] != k.shape[1]
     return first_or_fastest(
@@ -313,13 +326,11 @@ def biased_sdpa(backend: SDPBackend | None, query, key, value, added) -> tuple[C
 def biased_sdpa_backward(backend: SDPBackend | None, query, key, value, dout, added) -> tuple[Call, str]:
     """The gradients of ``sdpa``, of the float mask too where torch can give it."""
     inputs, do = _expanded(query, key, value), dout.transpose(1, 2).contiguous()
-    note = "kv heads expanded, their gradients not summed"
-    try:
-        call = Backward(lambda q, k, v, mask: sdpa(backend, q, k, v, mask=mask), (*inputs, added), do)
-        call()
-        return call, note
-    except RuntimeError as error:
-        why = str(error).splitlines()[0][:80]
-    call = Backward(lambda q, k, v: sdpa(backend, q, k, v, mask=added), inputs, do)
-    call()
-    return call, f"{note}; without the gradient of the bias, {why}"
+
+    def make(learned: bool) -> Call:
+        if learned:
+            return Backward(lambda q, k, v, mask: sdpa(backend, q, k, v, mask=mask), (*inputs, added), do)
+        return Backward(partial(sdpa, backend, mask=added), inputs, do)
+
+    call, note = with_bias_or_without(make, RuntimeError)
+    return call, "; ".join(filter(None, ("kv heads expanded, their gradients not summed", note)))
