@@ -94,6 +94,9 @@ def test_options(device, chain_runs):  # noqa: F811
         "of all rows": of(dynamic, padding=padding[:1]),
         "at an odd address": of(dynamic, padding=laid(padding, offset=1)),
         "in longer rows": of(dynamic, padding=torch.nn.functional.pad(padding, (0, 8))[:, :N]), "none": of(dynamic)})
+    check(of(attend, causal=True, softcap=2.0), {
+        "not causal": of(attend, softcap=2.0), "softcap": of(attend, causal=True, softcap=3.0),
+        "scale": of(attend, causal=True, softcap=2.0, scale=0.1), "no softcap": of(attend, causal=True)})
 
 
 def test_masks(device, chain_runs):  # noqa: F811
