@@ -60,8 +60,7 @@ share = slice(None)  # of the cases of a grid
 def forward(dtypes: tuple[str, ...] = ("float16", "bfloat16", "float32")) -> int:
     chosen = [c for c in cases.CASES if c.name.startswith(NAMES) and c.dtype in dtypes][share]
     for case in chosen:
-        out, lse = cases.run(case, cupy.asarray)
-        cases.check(case, cupy.asnumpy(out), cupy.asnumpy(lse), tf32=True)
+        cases.check(case, *cases.run(case, cupy.asarray), tf32=True)
     return len(chosen)
 
 
@@ -128,8 +127,7 @@ def backward() -> int:
     chosen = chosen[share]
     for case in chosen:
         gradients = cases.run_backward(case, cupy.asarray, with_dlse=True)
-        cases.check_backward(case, [None if g is None else cupy.asnumpy(g) for g in gradients], with_dlse=True,
-                             tf32=True)
+        cases.check_backward(case, gradients, with_dlse=True, tf32=True)
     return len(chosen)
 
 
@@ -188,10 +186,8 @@ def delays() -> int:
     kernels = [(False, None), (True, True), (True, False)] if cuda.runtime.hopper(0) else [(False, None)]
     for case, (hopper, one_pass) in itertools.product(chosen, kernels):
         with schedule_cases.hopper_gradients(one_pass), fresh(hopper=None if hopper else False):
-            out, lse = cases.run(case, cupy.asarray)
-            cases.check(case, cupy.asnumpy(out), cupy.asnumpy(lse), tf32=True)
-            found = cases.run_backward(case, cupy.asarray)
-            cases.check_backward(case, [None if x is None else cupy.asnumpy(x) for x in found], tf32=True)
+            cases.check(case, *cases.run(case, cupy.asarray), tf32=True)
+            cases.check_backward(case, cases.run_backward(case, cupy.asarray), tf32=True)
     return len(chosen) * len(kernels)
 
 
@@ -205,8 +201,7 @@ def hopper_backward() -> int:
         with (fresh(), mock.patch.object(CudaRuntime, "num_sms", lambda runtime, index, sms=sms: sms),
               schedule_cases.hopper_gradients(one_pass)):
             for case in chosen:
-                gradients = cases.run_backward(case, cupy.asarray, with_dlse=True)
-                cases.check_backward(case, [None if g is None else cupy.asnumpy(g) for g in gradients], with_dlse=True)
+                cases.check_backward(case, cases.run_backward(case, cupy.asarray, with_dlse=True), with_dlse=True)
             count += len(chosen) + (super_tiles() if sms == 2 else 0)
             if not one_pass:
                 with overridden(stored=True), mock.patch.object(sm90_stored, "MAX_STORED", 1 << 19):
@@ -226,8 +221,7 @@ def varlen_backward() -> int:
     """Super-tiles of sequences among them."""
     chosen = [c for c in varlen_cases.CASES + varlen_cases.SUPERS if c.dtype != "float64"][share]
     for case in chosen:
-        gradients = varlen_cases.run_backward(case, cupy.asarray)
-        varlen_cases.check_backward(case, [None if g is None else cupy.asnumpy(g) for g in gradients], tf32=True)
+        varlen_cases.check_backward(case, varlen_cases.run_backward(case, cupy.asarray), tf32=True)
     return len(chosen)
 
 

@@ -6,7 +6,7 @@ import pytest
 import cupy_dma as dma
 from cupy_dma.backends.cuda.runtime.program import fresh
 from tests.gpu.sm90_tiles import portable
-from tests.gpu.test_backward import as_numpy, converter, dense_gradients
+from tests.gpu.test_backward import converter, dense_gradients
 from tests.oracle import cases, delay_cases, schedule_cases, varlen_cases
 
 pytestmark = pytest.mark.gpu
@@ -25,18 +25,17 @@ def on(kernels):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_oracles_cases(kernels, case):
     with on(kernels):
-        cases.check(case, *as_numpy(cases.run(case, converter("cupy"))), tf32=True)
-        cases.check_backward(case, as_numpy(cases.run_backward(case, converter("cupy"))), tf32=True)
+        cases.check(case, *cases.run(case, converter("cupy")), tf32=True)
+        cases.check_backward(case, cases.run_backward(case, converter("cupy")), tf32=True)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("case", delay_cases.PACKED + delay_cases.PAGES, ids=str)
 def test_sequences(kernels, case):
     with on(kernels):
-        varlen_cases.check(case, *as_numpy(varlen_cases.run(case, converter("cupy"))), tf32=True)
+        varlen_cases.check(case, *varlen_cases.run(case, converter("cupy")), tf32=True)
         if not case.page_size:
-            found = as_numpy(varlen_cases.run_backward(case, converter("cupy")))
-            varlen_cases.check_backward(case, found, tf32=True)
+            varlen_cases.check_backward(case, varlen_cases.run_backward(case, converter("cupy")), tf32=True)
 
 
 @pytest.mark.parametrize(("kernels", "compiled"), [*((kernels, False) for kernels in KERNELS), ("one pass", True)])

@@ -18,6 +18,7 @@ from cupy_dma.backends.cuda.runtime.program import fresh
 from tests.gpu.gate import held
 from tests.gpu.sm90_tiles import portable
 from tests.oracle import bad_rows, cases, reference, score_cases, selection_cases
+from tests.oracle.arrays import host
 from tests.unit.test_arrays import Producer
 from tests.unit.test_selection import problems
 
@@ -30,10 +31,6 @@ FORWARD = [c for c in cases.CASES if c.dtype in ("float16", "bfloat16", "float32
 def converter(name, device=CUDA):
     library = library_named(name)
     return lambda x: library.from_numpy(np.ascontiguousarray(x), device)
-
-
-def host(array) -> np.ndarray:
-    return library_named("torch" if type(array).__module__.startswith("torch") else "cupy").to_numpy(array)
 
 
 def draw(torch, lq, lk, heads, kv_heads, head_dim, batch=1, dtype=None, seed=0, device="cuda"):
@@ -52,14 +49,14 @@ def draw_scores(torch, batch, heads, length, seed=1, device="cuda"):
 @pytest.mark.parametrize("case", FORWARD, ids=str)
 def test_forward_grid(case, name):
     pytest.importorskip(name)
-    cases.check(case, *map(host, cases.run(case, converter(name))), tf32=True)
+    cases.check(case, *cases.run(case, converter(name)), tf32=True)
 
 
 @pytest.mark.parametrize("case", FORWARD, ids=str)
 def test_forward_grid_of_portable_kernels(case):
     pytest.importorskip("cupy")
     with portable():
-        cases.check(case, *map(host, cases.run(case, converter("cupy"))), tf32=True)
+        cases.check(case, *cases.run(case, converter("cupy")), tf32=True)
 
 
 @pytest.mark.parametrize("case", [c for c in FORWARD if c.name.startswith(("bfloat16-D", "float32-D", "mask-", "heads-",
@@ -67,7 +64,7 @@ def test_forward_grid_of_portable_kernels(case):
 @pytest.mark.parametrize("limit", [99, 163])
 def test_tiles_of_smaller_gpus(case, limit):
     with portable(shared_memory=limit * 1024):
-        cases.check(case, *map(host, cases.run(case, converter("cupy"))), tf32=True)
+        cases.check(case, *cases.run(case, converter("cupy")), tf32=True)
 
 
 def _sample_check(torch, q, k, v, mask, bias, out, lse, rows, softcap=0.0):

@@ -12,7 +12,7 @@ from cupy_dma.backends import cuda
 from cupy_dma.backends.cuda.attention import sm90, sm90_schedule
 from cupy_dma.masks.interval import NEVER, Hints
 from tests.gpu.sm90_tiles import TILES, portable, taken
-from tests.gpu.test_forward import converter, draw, draw_scores, host
+from tests.gpu.test_forward import converter, draw, draw_scores
 from tests.oracle import cases, schedule_cases, varlen_cases
 
 pytestmark = pytest.mark.gpu
@@ -85,7 +85,7 @@ def thirds(chosen, tiles):
 @thirds(FORWARD, TILES)
 def test_forward_grid(case, tile, everything):
     everything(*TILES[tile])
-    cases.check(case, *map(host, cases.run(case, converter("torch"))))
+    cases.check(case, *cases.run(case, converter("torch")))
 
 
 @pytest.mark.parametrize(("tile", "name", "case"), [
@@ -96,7 +96,7 @@ def test_without_the_copy_engine(tile, name, case, everything, monkeypatch):
     """For contiguous keys, and for queries."""
     everything(*TILES[tile])
     monkeypatch.setattr(sm90, name, lambda *arguments: None)
-    cases.check(case, *map(host, cases.run(case, converter("torch"))))
+    cases.check(case, *cases.run(case, converter("torch")))
 
 
 @pytest.mark.parametrize("tile", TILES)
@@ -409,7 +409,7 @@ def test_short_tail_tiles_of_the_last_queries(tile, sms, everything, torch, devi
 def test_forward_grid_in_parts(case, tile, everything):
     everything(*TILES[tile])
     with schedule_cases.num_sms(31, split=True):
-        cases.check(case, *map(host, cases.run(case, converter("torch"))))
+        cases.check(case, *cases.run(case, converter("torch")))
 
 
 @pytest.mark.parametrize("tile", TILES)
@@ -484,7 +484,7 @@ def test_heads_that_do_not_fit_into_l2(masked, tile, everything, torch, monkeypa
 @thirds(VARLEN, TILES)
 def test_packed_sequences(case, tile, everything):
     everything(*TILES[tile])
-    varlen_cases.check(case, *(host(x) for x in varlen_cases.run(case, converter("torch"))))
+    varlen_cases.check(case, *varlen_cases.run(case, converter("torch")))
 
 
 @pytest.mark.parametrize("tile", TILES)

@@ -18,6 +18,7 @@ import numpy as np
 import cupy_dma as dma
 from cupy_dma.arrays import numpy_dtype
 from tests.oracle import reference
+from tests.oracle.arrays import host
 
 
 @dataclass(frozen=True)
@@ -347,6 +348,7 @@ def check(case: Case, out: np.ndarray, lse: np.ndarray, *, tf32: bool = False) -
     sinks = _drawn(case).get("sink_logits")
     ref, ref_lse = reference.attention(*arguments, sinks, case.bias_delay)
     plain, plain_lse = reference.same_precision_attention(*arguments, sinks, case.bias_delay, tf32=tf32)
+    out, lse = host(out), host(lse)
     assert out.dtype == numpy_dtype(case.dtype) and out.shape == ref.shape
     assert lse.dtype == (np.float64 if case.dtype == "float64" else np.float32)
     reference.assert_matches_reference(out, ref, plain, out.dtype)
@@ -369,7 +371,7 @@ def expected_gradients(case: Case, *, with_dlse: bool = False,
 
 
 def check_backward(case: Case, gradients: Any, *, with_dlse: bool = False, tf32: bool = False) -> None:
-    """Section 12 for NumPy arrays ``(dquery, dkey, dvalue, dbias)``, ``sink_logits`` an item or attribute; None is not
+    """Section 12 for arrays ``(dquery, dkey, dvalue, dbias)``, ``sink_logits`` an item or attribute; None is not
     looked at, except that the gradient of a bias that is not there must be None. ``tf32``: as for ``check``."""
     data = _drawn(case)
     assert "bias" in data or gradients[3] is None
@@ -377,7 +379,7 @@ def check_backward(case: Case, gradients: Any, *, with_dlse: bool = False, tf32:
     given.setdefault("sink_logits", getattr(gradients, "sink_logits", None))
     rounded = tf32 and case.dtype == "float32"
     for name, (ref, plain, size) in expected_gradients(case, with_dlse=with_dlse, tf32=rounded).items():
-        found = given[name]
+        found = host(given[name])
         if found is None:
             continue
         print(f"d{name}: ", end="")

@@ -16,6 +16,7 @@ import numpy as np
 import cupy_dma as dma
 from cupy_dma.arrays import numpy_dtype
 from tests.oracle import reference
+from tests.oracle.arrays import host
 from tests.oracle.cases import delay_of
 
 LENGTHS = ((20, 20), (0, 9), (70, 70), (33, 0), (1, 90), (90, 31), (0, 0), (5, 140))  # (Lq, Lk) of each sequence
@@ -306,7 +307,7 @@ def _parts(case: Case) -> Iterator[tuple[slice, slice, tuple[Any, ...]]]:
 def check(case: Case, out: np.ndarray, lse: np.ndarray, *, tf32: bool = False) -> None:
     """Section 12 over all sequences together; rows of no sequence are 0 and -inf. ``tf32``: as in cases.py."""
     data = _drawn(case)
-    shape, kind = data["query"].shape, numpy_dtype(case.dtype)
+    shape, kind, out, lse = data["query"].shape, numpy_dtype(case.dtype), host(out), host(lse)
     assert out.dtype == kind and out.shape == shape and lse.shape == (case.heads, shape[0])
     assert lse.dtype == (np.float64 if case.dtype == "float64" else np.float32)
     ref, plain = np.zeros(shape), np.zeros(shape, kind)
@@ -338,7 +339,7 @@ def check_backward(case: Case, gradients: Any, *, tf32: bool = False) -> None:
                 continue
             where = np.s_[rows] if name == "query" else np.s_[:, keys] if name == "bias" else np.s_[keys]
             ref[name][where], plain[name][where], terms[name] = exact[0], near[0], max(terms[name], size)
-    for name, gradient in zip(("query", "key", "value", "bias"), gradients):
+    for name, gradient in zip(("query", "key", "value", "bias"), map(host, gradients)):
         assert (gradient is None) == (name not in names)
         if gradient is not None:
             print(f"d{name}: ", end="")

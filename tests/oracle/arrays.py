@@ -1,0 +1,15 @@
+"""Arrays of any library as those of NumPy."""
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cupy_dma.arrays import library_named
+
+
+def host(array: Any) -> Any:
+    """None stays None."""
+    if array is None or isinstance(array, np.ndarray):
+        return array
+    return library_named("torch" if type(array).__module__.startswith("torch") else "cupy").to_numpy(array)
