@@ -19,6 +19,7 @@ import cupy_dma as dma
 from cupy_dma.arrays import CPU, Device, library_named
 from cupy_dma.backward import attention_backward, dynamic_mask_attention_backward
 from tests.oracle import cases, delay_cases, score_cases, selection_cases
+from tests.oracle.arrays import host
 from tests.unit.test_selection import problems
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -83,10 +84,6 @@ def converter(name):
     return lambda x: library.from_numpy(np.ascontiguousarray(x), DEVICE)
 
 
-def host(array) -> np.ndarray:
-    return library_named("torch" if type(array).__module__.startswith("torch") else LIBRARIES[1]).to_numpy(array)
-
-
 def draw(torch, n, heads=4, kv_heads=2, size=32, lq=None, dtype=None):
     torch.manual_seed(n)
     q, k, v = (torch.randn(1, length, h, size).to(str(DEVICE), dtype or torch.float16)
@@ -118,7 +115,7 @@ def test_uninitialised_memory_is_never_read(torch, case):
         found = cases.run_backward(case, converter("torch"), backend="triton")
     finally:
         torch.use_deterministic_algorithms(False)
-    cases.check(case, host(out), host(lse))
+    cases.check(case, out, lse)
     cases.check_backward(case, found)
 
 
@@ -130,7 +127,7 @@ def test_many_blocks_of_keys(torch, mask):
                       window=300, head_dim=24, heads=2)
     cases.check(case, *cases.run(case, converter("torch"), backend="triton"))
     found = cases.run_backward(case, converter("torch"), backend="triton")
-    cases.check_backward(case, tuple(map(host, found)))
+    cases.check_backward(case, found)
 
 
 @on_device
@@ -138,7 +135,7 @@ def test_many_blocks_of_keys(torch, mask):
 @settings(max_examples=20 if INTERPRETED else 60, deadline=None)
 def test_selection_is_the_definition(problem):
     pytest.importorskip("triton")
-    selection_cases.check_definition(problem, converter("torch"), host, "triton")
+    selection_cases.check_definition(problem, converter("torch"), "triton")
 
 
 @on_device
@@ -147,7 +144,7 @@ def test_selection_is_the_definition(problem):
 def test_selection_of_long_sequences(torch, length, window):
     scores = selection_cases.awkward_scores("special", 2, length)
     for options in selection_cases.options_of(length):
-        selection_cases.check(scores, window, converter("torch"), host, "triton", **options)
+        selection_cases.check(scores, window, converter("torch"), "triton", **options)
 
 
 @on_device
@@ -157,8 +154,8 @@ def test_selection_of_long_sequences(torch, length, window):
 @pytest.mark.parametrize("shape", [(2, 333, 1, 64), (2, 77, 3, 33), (1, 0, 2, 8)])
 def test_key_scores(torch, name, dtype, form, shape):
     pytest.importorskip(name)
-    score_cases.check(shape, dtype, form, "float32", converter(name), host, rtol=2e-6, backend="triton")
-    score_cases.check_backward(shape, dtype, form, converter(name), host, rtol=0.0, backend="triton")
+    score_cases.check(shape, dtype, form, "float32", converter(name), rtol=2e-6, backend="triton")
+    score_cases.check_backward(shape, dtype, form, converter(name), rtol=0.0, backend="triton")
 
 
 @on_device

@@ -7,7 +7,7 @@ from cupy_dma.backends.cuda.attention import backward_chunks, sm90_backward
 from cupy_dma.backends.cuda.runtime.program import fresh
 from cupy_dma.backward import attention_backward, dynamic_mask_attention_backward, key_scores_backward
 from tests.gpu.sm90_tiles import portable
-from tests.gpu.test_forward import FORWARD, converter, draw, draw_scores, host
+from tests.gpu.test_forward import FORWARD, converter, draw, draw_scores
 from tests.oracle import cases, score_cases
 
 pytestmark = pytest.mark.gpu
@@ -89,7 +89,7 @@ def test_long_sequences(torch, kind, head_dim, dtype):
 @pytest.mark.parametrize("form", ["exp", "linear"])
 @pytest.mark.parametrize("shape", [(2, 333, 1, 64), (1, 1000, 8, 128), (2, 77, 3, 33), (1, 100, 20, 64), (1, 0, 2, 8)])
 def test_key_scores_backward(dtype, form, shape):
-    score_cases.check_backward(shape, dtype, form, converter("cupy"), host)
+    score_cases.check_backward(shape, dtype, form, converter("cupy"))
 
 
 def test_the_whole_chain(torch):

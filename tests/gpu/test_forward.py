@@ -122,7 +122,7 @@ def test_more_than_2_to_31_elements(torch):
 @pytest.mark.parametrize("name", ["key", "value"])
 @pytest.mark.parametrize("kind", ["causal", "top_w", "window"])
 def test_a_bad_row_reaches_only_the_queries_that_see_it(name, bad, kind):
-    bad_rows.check(kind, name, bad, converter("cupy"), host, dtype="bfloat16", n=300, heads=(4, 2), head_dim=64)
+    bad_rows.check(kind, name, bad, converter("cupy"), dtype="bfloat16", n=300, heads=(4, 2), head_dim=64)
 
 
 def test_a_key_nobody_sees_changes_no_bit(torch):
@@ -144,7 +144,7 @@ def test_a_key_nobody_sees_changes_no_bit(torch):
 def test_selection_is_the_definition(problem):
     for counted in (False, True):
         with selection_cases.counting(counted):
-            selection_cases.check_definition(problem, converter("cupy"), host)
+            selection_cases.check_definition(problem, converter("cupy"))
 
 
 KINDS = ["iid", "increasing", "decreasing", "equal", "ties", "recency", "bursty", "rounded", "relu",
@@ -158,7 +158,7 @@ def test_selection_of_long_sequences(kind, length, window):
     scores = selection_cases.awkward_scores(kind, 2, length)
     for options, counted in itertools.product(selection_cases.options_of(length), (False, True)):
         with selection_cases.counting(counted):
-            selection_cases.check(scores, window, converter("cupy"), host, **options)
+            selection_cases.check(scores, window, converter("cupy"), **options)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
@@ -167,7 +167,7 @@ def test_selection_of_long_sequences(kind, length, window):
                                    (1, 300, 3, 40)])
 def test_key_scores(dtype, form, shape):
     for weights in ("float32", "float16", "bfloat16"):
-        score_cases.check(shape, dtype, form, weights, converter("cupy"), host)
+        score_cases.check(shape, dtype, form, weights, converter("cupy"))
 
 
 def test_the_same_bits_every_time(torch):

@@ -7,6 +7,7 @@ import numpy as np
 
 import cupy_dma as dma
 from cupy_dma.arrays import numpy_dtype
+from tests.oracle.arrays import host
 
 
 def problem(kind: str, name: str, bad: float, dtype: str = "float16", n: int = 150, heads: tuple[int, int] = (2, 2),
@@ -26,13 +27,13 @@ def problem(kind: str, name: str, bad: float, dtype: str = "float16", n: int = 1
     return dirty, clean, mask, np.broadcast_to(dense, (1, heads[1], n, n))[0, 0, :, where]
 
 
-def check(kind: str, name: str, bad: float, convert: Any = np.asarray, back: Any = np.asarray,
+def check(kind: str, name: str, bad: float, convert: Any = np.asarray,
           backend: str | None = None, **sizes: Any) -> None:
     """The output of other queries, and of the other kv heads, does not change by a bit."""
     dirty, clean, mask, sees = problem(kind, name, bad, **sizes)
     assert sees.any() and not sees.all()
     mask = convert(mask) if kind == "dense" else mask.to(convert(np.zeros(1, np.float32)))
-    out, good = (back(dma.attention(*map(convert, x.values()), mask=mask, backend=backend)) for x in (dirty, clean))
+    out, good = (host(dma.attention(*map(convert, x.values()), mask=mask, backend=backend)) for x in (dirty, clean))
     group = clean["query"].shape[2] // clean["key"].shape[2]
     assert np.array_equal(out[0, ~sees, :group], good[0, ~sees, :group])
     assert np.array_equal(out[:, :, group:], good[:, :, group:])

@@ -8,6 +8,7 @@ import numpy as np
 import cupy_dma as dma
 from cupy_dma.arrays import numpy_dtype
 from tests.oracle import reference
+from tests.oracle.arrays import host
 
 
 def problem(shape: tuple[int, ...], dtype: str) -> tuple[np.ndarray, ...]:
@@ -19,17 +20,17 @@ def problem(shape: tuple[int, ...], dtype: str) -> tuple[np.ndarray, ...]:
     return value, weight, rng.standard_normal(heads).astype(np.float32), rng.standard_normal(heads).astype(np.float32)
 
 
-def check(shape: tuple[int, ...], dtype: str, form: str, weights: str, convert: Any = np.asarray,
-          back: Any = np.asarray, rtol: float = 2e-5, **options: Any) -> None:
+def check(shape: tuple[int, ...], dtype: str, form: str, weights: str, convert: Any = np.asarray, rtol: float = 2e-5,
+          **options: Any) -> None:
     """``weights``: the type of ``dt_proj``."""
     value, weight, a, offset = problem(shape, dtype)
     weight = weight.astype(numpy_dtype(weights))
-    got = back(dma.key_scores(*map(convert, (value, weight, a)), dt_bias=convert(offset), form=form, **options))
+    got = host(dma.key_scores(*map(convert, (value, weight, a)), dt_bias=convert(offset), form=form, **options))
     assert got.dtype == np.float32 and got.shape == (shape[0], shape[2], shape[1])
     np.testing.assert_allclose(got, reference.key_scores(value, weight, a, offset, form), rtol=rtol, atol=rtol / 20)
 
 
-def check_backward(shape: tuple[int, ...], dtype: str, form: str, convert: Any = np.asarray, back: Any = np.asarray,
+def check_backward(shape: tuple[int, ...], dtype: str, form: str, convert: Any = np.asarray,
                    rtol: float = 2e-5, **options: Any) -> None:
     """``rtol``: of float32 sums, besides one rounding to the type of the result."""
     value, weight, a, offset = problem(shape, dtype)
@@ -40,7 +41,7 @@ def check_backward(shape: tuple[int, ...], dtype: str, form: str, convert: Any =
     given, wide = map(convert, arguments), (x.astype(np.float64) for x in arguments)
     found, expected = (dma.backward.key_scores_backward(*x, dt_bias=last, form=form, **more)
                        for (*x, last), more in ((given, options), (wide, {"backend": "numpy"})))
-    for name, ours, ref in zip(("value", "dt_proj", "A", "dt_bias"), map(back, found), expected):
+    for name, ours, ref in zip(("value", "dt_proj", "A", "dt_bias"), map(host, found), expected):
         largest = np.abs(ref).max(initial=0.0)
         roundings = reference.one_rounding(largest, ours.dtype) + rtol * max(largest, 1.0)
         assert np.abs(ours.astype(np.float64) - ref).max(initial=0.0) <= roundings, name

@@ -11,6 +11,7 @@ import cupy_dma as dma
 from cupy_dma.arrays import numpy_dtype
 from cupy_dma.backends.cuda.runtime.program import fresh
 from tests.oracle import reference
+from tests.oracle.arrays import host
 
 
 @contextmanager
@@ -56,20 +57,20 @@ def options_of(length: int) -> list[dict[str, np.ndarray]]:
     return [{}, padding, documents, padding | documents]
 
 
-def check(scores: np.ndarray, window: Any, convert: Any = np.asarray, back: Any = np.asarray,
+def check(scores: np.ndarray, window: Any, convert: Any = np.asarray,
           backend: str | None = None, **options: Any) -> None:
     """Against the heap of the NumPy backend, which is tested against the definition."""
     moved = {name: convert(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
     mask = dma.IntervalMask.top_w(convert(scores), window, **moved, backend=backend)
     expected = dma.IntervalMask.top_w(scores, window, **options, backend="numpy")
-    assert np.array_equal(back(mask.start), expected.start) and np.array_equal(back(mask.stop), expected.stop)
+    assert np.array_equal(host(mask.start), expected.start) and np.array_equal(host(mask.stop), expected.stop)
 
 
-def check_definition(problem: tuple[Any, ...], convert: Any = np.asarray, back: Any = np.asarray,
+def check_definition(problem: tuple[Any, ...], convert: Any = np.asarray,
                      backend: str | None = None) -> None:
     """``problem``: of tests/unit/test_selection.py."""
     scores, window, padding, documents = problem
     moved = [None if x is None else convert(x) for x in (scores, padding, documents)]
     mask = dma.IntervalMask.top_w(moved[0], window, padding=moved[1], documents=moved[2], backend=backend)
     expected = reference.top_w_dense(scores, window, "prefix", padding, documents, scores.shape[2])
-    assert np.array_equal(np.broadcast_to(back(mask.to_dense(scores.shape[2])), expected.shape), expected)
+    assert np.array_equal(np.broadcast_to(host(mask.to_dense(scores.shape[2])), expected.shape), expected)
