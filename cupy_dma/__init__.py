@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from cupy_dma.backends.cuda.explain import explain
     from cupy_dma.backends.cuda.runtime.user_kernel import jit
     from cupy_dma.cache import DynamicCache, GatedCache
-    from cupy_dma.masks import IntervalMask
+    from cupy_dma.masks import IntervalMask, policies
 
 __version__ = "0.1.0"
 
 __all__ = ["DynamicCache", "GatedCache", "IntervalMask", "attention", "backward", "distributed",
            "dynamic_mask_attention", "explain", "flash_dmattn", "get_available_backends", "jit", "key_scores",
-           "varlen_attention", "varlen_dynamic_mask_attention"]
+           "policies", "varlen_attention", "varlen_dynamic_mask_attention"]
 
 _SUBMODULES = ("backward", "distributed", "flash_dmattn", "jax", "retrofit", "torch", "transformers")
 _MODULE_OF = {
@@ -43,6 +43,7 @@ _MODULE_OF = {
     "get_available_backends": "cupy_dma.backends",
     "jit": "cupy_dma.backends.cuda.runtime.user_kernel",
     "key_scores": "cupy_dma.api",
+    "policies": "cupy_dma.masks",
     "varlen_attention": "cupy_dma.api",
     "varlen_dynamic_mask_attention": "cupy_dma.api",
 }

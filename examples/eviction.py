@@ -14,7 +14,7 @@ interval, and ``IntervalMask.from_stop`` of the evictions is the mask under whic
                     that is IntervalMask.top_w(-norm, budget), and no cache has to be simulated
     StreamingLLM    sinks(n, 4) | sliding_window(n, budget - 4) (Xiao et al., arXiv 2309.17453)
 
-The exit status is 1 if the two disagree.
+``cupy_dma.policies`` has these and more for whole batches. The exit status is 1 if the two disagree.
 """
 from __future__ import annotations
 

@@ -155,8 +155,8 @@ class GatedCache(KeyCache):
     # ---- contents ---------------------------------------------------------------------------------------------------
 
     @property
-    def grows(self) -> bool:
-        return self._grows or super().grows
+    def _is_growing(self) -> bool:
+        return self._grows or super()._is_growing
 
     @property
     def delay(self) -> int:

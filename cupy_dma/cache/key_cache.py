@@ -117,7 +117,7 @@ class KeyCache:
         return self._state.recent
 
     @property
-    def grows(self) -> bool:
+    def _is_growing(self) -> bool:
         """Whether it allocates as the text gets longer, so that a CUDA graph cannot take tokens."""
         return self._record is not None
 

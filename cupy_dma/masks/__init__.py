@@ -1,4 +1,5 @@
-"""Interval masks, two integers per key, and their constructors."""
+"""Interval masks, two integers per key, their constructors, and eviction policies as masks."""
+from cupy_dma.masks import policies
 from cupy_dma.masks.interval import IntervalMask
 
-__all__ = ["IntervalMask"]
+__all__ = ["IntervalMask", "policies"]

@@ -61,7 +61,7 @@ class DecodingStep:
 
     def _checked_stores(self) -> list[Store]:
         """The caches of all layers."""
-        if any(store.grows for layer in self._layers for store in layer.stores):
+        if any(store._is_growing for layer in self._layers for store in layer.stores):
             raise ValueError("cache must not grow: give a GatedCache a capacity, and do not record stops")
         if any(not layer.stores or layer.record_past for layer in self._layers):
             raise ValueError("cache must hold at least one token and must not record its past")

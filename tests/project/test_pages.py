@@ -12,6 +12,7 @@ def test_biases_and_eviction(capsys):
     assert seen.tolist() == [min(i + 1, 24) for i in range(200)]
     assert names["gates"] == names["M"].from_stop(names["gates"].stop) and names["recorded"] == names["mask"]
     assert names["budgets"].to_dense(200)[0].sum(-1).max(-1).tolist() == [16, 48]
+    assert (names["prompt"] < 200).sum() == 150 - 64 and (names["furthest"] < 200).sum() == 200 - 24
     assert names["streaming"].to_dense(200)[0, 0, -1].sum() == 64
     said = capsys.readouterr().out
     assert np.isfinite(names["log_f"].grad.numpy()).all() and said.startswith("[[") and "tensor(True)" in said
