@@ -211,6 +211,22 @@ def decoder(sizes: Sizes, peer: str, *, compiled: bool, checkpoint: bool, device
         yield made, note
 
 
+def trainer(loss_of: Callable[[], Tensor], parameters: Any, rate: float,
+            decay: float = 0.1) -> tuple[Callable[[], None], list[Tensor]]:
+    """A step of AdamW, and a list to which each step adds its loss."""
+    optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=decay, fused=True)
+    losses: list[Tensor] = []
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss = loss_of()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+
+    return step, losses
+
+
 def batch_of(sizes: Sizes, batch: int, length: int, step: int, device: str) -> Tensor:
     """Tokens ``(batch, length + 1)``; the r-th token is drawn about 1/r as often as the first."""
     generator = torch.Generator(device).manual_seed(step)

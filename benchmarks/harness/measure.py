@@ -188,6 +188,16 @@ def step_times(step: Callable[[], Any], steps: int, device: str) -> list[float]:
     return [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
 
 
+def timed(step: Callable[[], Any], steps: int, device: str) -> dict[str, Any]:
+    """``step_times``, their median and the peak of memory in them, 0 without a GPU."""
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    found = step_times(step, steps, device)
+    peak = torch.cuda.max_memory_allocated() if device.startswith("cuda") else 0
+    return {"ms": statistics.median(found), "all_ms": found, "peak_bytes": peak}
+
+
 def gpu_events(call: Callable[[], Any]) -> list[tuple[str, float, float]]:
     """Name, begin and end in microseconds of what ``call`` runs on the GPU, kernel by kernel, by torch's profiler."""
     from torch.profiler import ProfilerActivity, profile

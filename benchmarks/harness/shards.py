@@ -15,8 +15,7 @@ from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.harness import decoder
-from benchmarks.harness.measure import step_times
+from benchmarks.harness import decoder, measure
 from cupy_dma.arrays import library_named
 from cupy_dma.cli.exact_rows import Deviation, exact_row, kept_keys, plain_row, rounding
 from cupy_dma.distributed import empty_with_room, shard_lengths
@@ -152,15 +151,6 @@ class Counting:
         Agreement.started = self.replaced  # type: ignore[method-assign]
 
 
-def timed(step: Callable[[], Any], steps: int, device: str) -> dict[str, Any]:
-    """Times of ``steps`` calls in milliseconds, and the peak of memory in them."""
-    if device == "cpu":
-        return {"all_ms": step_times(step, steps, device), "peak_bytes": 0}
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    return {"all_ms": step_times(step, steps, device), "peak_bytes": torch.cuda.max_memory_allocated()}
-
-
 def ring(problem: Any, inputs: list[Any]) -> tuple[list[Any], Callable[[], Any], str]:
     """Inputs, call and kernel of torch's ring attention. It has no GQA, so kv heads are repeated, outside of the
     timing; the shards count as cut by its load balancer."""
@@ -203,21 +193,11 @@ def model_steps(sizes: decoder.Sizes, batch: int, length: int, count: int, devic
                          dtype=torch.bfloat16) as (model, _):
         model.share(group)
         forward = model if group is None else DistributedDataParallel(model, process_group=everyone)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1, fused=True)
         batches = iter([decoder.batch_of(sizes, batch, length, i, device)[row] for i in range(2 + count)])
-        losses = []
-
-        def step() -> None:
-            optimizer.zero_grad()
-            loss = forward(next(batches))
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.detach())
-
+        step, losses = decoder.trainer(lambda: forward(next(batches)), model.parameters(), 3e-4)
         step()
         step()
-        found = timed(step, count, device)
-        return {**found, "losses": [loss.item() for loss in losses]}
+        return {**measure.timed(step, count, device), "losses": [loss.item() for loss in losses]}
 
 
 def differ(ours: list[float], one: list[float]) -> tuple[float, float]:

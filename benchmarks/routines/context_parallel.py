@@ -167,7 +167,7 @@ class Bench:
                 x[:, :n].clone() if x.ndim == 4 else x[..., :n].clone() for x in found[1:]]}
         del found
         step()
-        return {**result, **shards.timed(step, self.args.steps, problem.device)}
+        return {**result, **measure.timed(step, self.args.steps, problem.device)}
 
     def model(self, length: int, what: str, peer: str) -> dict[str, Any]:
         batch = self.world // 2 if what == "mesh" else 1

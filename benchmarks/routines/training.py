@@ -39,7 +39,6 @@ from benchmarks.harness import decoder, measure
 from benchmarks.harness.command import Refused, at_least_1, finished, listed, options_of, why_not, write_record
 from benchmarks.harness.decoder import Sizes
 from benchmarks.harness.folders import output
-from benchmarks.harness.measure import step_times
 from benchmarks.harness.pages import REPORTS
 from benchmarks.harness.pages_models import training_line
 
@@ -53,30 +52,17 @@ NEAR = 0.02  # nats
 def trained(sizes: Sizes, peer: str, mode: str, batch: int, length: int, steps: int, device: str) -> dict[str, Any]:
     """Train one peer for a few steps; its row."""
     options = {"compiled": mode.startswith("compile"), "checkpoint": mode.endswith("checkpoint")}
-    on_gpu = device.startswith("cuda")
     with decoder.decoder(sizes, peer, device=device, dtype=torch.bfloat16, **options) as (model, note):
-        optimizer = torch.optim.AdamW(model.parameters(), lr=sizes.learning_rate, weight_decay=0.1, fused=True)
-        batches = [decoder.batch_of(sizes, batch, length, i, device) for i in range(WARM_UP + steps)]
-        upcoming, losses = iter(batches), []
-
-        def step() -> None:
-            optimizer.zero_grad()
-            loss = model(next(upcoming))
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.detach())
-
+        upcoming = iter([decoder.batch_of(sizes, batch, length, i, device) for i in range(WARM_UP + steps)])
+        step, losses = decoder.trainer(lambda: model(next(upcoming)), model.parameters(), sizes.learning_rate)
         started = time.perf_counter()
         for _ in range(WARM_UP):
             step()
         losses[-1].item()  # waits
         warm_up = time.perf_counter() - started
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats()
-        found = step_times(step, steps, device)
-        ms = statistics.median(found)
-        return {"ms": ms, "tokens_per_second": 1e3 * batch * length / ms, "all_ms": found, "warm_up_s": warm_up,
-                "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
+        found = measure.timed(step, steps, device)
+        return {**found, "tokens_per_second": 1e3 * batch * length / found["ms"], "warm_up_s": warm_up,
+                "peak_bytes": found["peak_bytes"] or None,
                 "losses": [loss.item() for loss in losses], "note": note,
                 "parameters": sum(x.numel() for x in model.parameters())}
 

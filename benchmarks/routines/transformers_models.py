@@ -22,18 +22,17 @@ from __future__ import annotations
 
 import argparse
 import copy
-import statistics
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from benchmarks.harness import measure
+from benchmarks.harness import decoder, measure
 from benchmarks.harness.command import Refused, at_least_1, finished, options_of, why_not, write_record
 from benchmarks.harness.pages import REPORTS
 from benchmarks.harness.report import milliseconds
-from benchmarks.routines.training import listed, step_times
+from benchmarks.routines.training import listed
 
 WARM_UP, STEPS, CHECKED = 2, 16, 256
 PARTS = ("prefill", "train", "decode")
@@ -70,17 +69,12 @@ class Doge:
         return order.flatten()[None, :length].to(self.device)
 
     def measured(self, call: Callable[[], Any], repeats: int) -> dict[str, Any]:
-        on_gpu = self.device != "cpu"
         for _ in range(WARM_UP):
             call()
-        before = 0
-        if on_gpu:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-        found = step_times(call, repeats, self.device)
-        peak = torch.cuda.max_memory_allocated() - before if on_gpu else None
-        return {"ms": statistics.median(found), "all_ms": found, "peak_bytes": peak}
+        measure.synchronize()
+        before = torch.cuda.memory_allocated() if measure.on_gpu() else 0
+        found = measure.timed(call, repeats, self.device)
+        return {**found, "peak_bytes": found["peak_bytes"] - before or None}
 
     def hidden(self, model: Any, length: int) -> Any:
         with torch.no_grad():
@@ -102,16 +96,9 @@ class Doge:
         model = copy.deepcopy(self.model).train()
         model.set_attn_implementation(peer)
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        ids, losses = self.ids(length), []
-
-        def step() -> None:
-            optimizer.zero_grad()
-            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.detach())
-
+        ids = self.ids(length)
+        step, losses = decoder.trainer(lambda: model(input_ids=ids, labels=ids, use_cache=False).loss,
+                                       model.parameters(), 1e-4, decay=0.01)
         return {**self.measured(step, repeats), "losses": [loss.item() for loss in losses]}
 
     def decode(self, peer: str, length: int, repeats: int) -> dict[str, Any]:
