@@ -13,6 +13,7 @@ import cupy_dma as dma
 from cupy_dma.arrays import numpy_dtype
 from cupy_dma.masks.windows import widest
 from tests.oracle import reference
+from tests.oracle.arrays import host
 
 SCORES = ("ties", "distinct", "increasing", "decreasing", "equal", "nan", "zeros", "all_nan")
 
@@ -91,14 +92,19 @@ class History:
         return [convert(np.ascontiguousarray(part)) for part in (
             *(x[name][:, begin:end] for name in ("query", "key", "value")), x["scores"][:, :, begin:end])]
 
-    def run(self, cache: dma.DynamicCache, lengths: Iterable[int], convert: Any = np.asarray, back: Any = np.asarray,
+    @property
+    def call(self) -> dict[str, Any]:
+        """What ``extend`` takes of this kind of cache alone."""
+        return {"bias_delay": self.bias_delay}
+
+    def run(self, cache: dma.DynamicCache, lengths: Iterable[int], convert: Any = np.asarray,
             begin: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """``extend`` by pieces of these lengths, from token ``begin`` on: out and lse of all of them."""
         found = []
         for n in lengths:
             results = cache.extend(*self.tokens(begin, begin + n, convert), scale=self.scale, softcap=self.softcap,
-                                   bias_delay=self.bias_delay, return_lse=True)
-            found.append([back(x) for x in results])
+                                   return_lse=True, **self.call)
+            found.append([host(x) for x in results])
             begin += n
         outs, lses = zip(*found)
         return np.concatenate(outs, 1), np.concatenate(lses, 2)
@@ -123,14 +129,14 @@ class History:
         reference.assert_matches_reference(out, ref[:, begin:end], plain[:, begin:end], out.dtype)
         reference.assert_matches_reference(lse, ref_lse[:, :, begin:end], plain_lse[:, :, begin:end], lse.dtype)
 
-    def check_kept(self, cache: dma.DynamicCache, last: int | None = None, back: Any = np.asarray) -> None:
+    def check_kept(self, cache: dma.DynamicCache, last: int | None = None) -> None:
         """The cache keeps what the token ``last`` sees, integers and scores."""
         last = self.length - 1 if last is None else last
         rows = widest(self.window) + self.sinks + self.recent
-        positions, scores = (back(x) for x in cache.kept())
-        unordered = np.sort(back(cache.positions), -1)
+        positions, scores = (host(x) for x in cache.kept())
+        unordered = np.sort(host(cache.positions), -1)
         assert positions.shape == scores.shape == unordered.shape == (self.batch, self.kv_heads, rows)
-        assert back(cache.length).tolist() == [last + 1] * self.batch
+        assert host(cache.length).tolist() == [last + 1] * self.batch
         for b, g in np.ndindex(self.batch, self.kv_heads):
             wanted = np.flatnonzero(self.mask[b, g, last]) if last >= 0 else np.zeros(0, int)
             assert positions[b, g].tolist() == [*wanted.tolist(), *[-1] * (rows - len(wanted))]

@@ -31,10 +31,10 @@ def test_step_by_step(scores, sinks, recent, convert):
     cache = history.cache(convert)
     outs, lses = [], []
     for p in range(history.length):
-        out, lse = history.run(cache, [1], convert, convert.back, begin=p)
+        out, lse = history.run(cache, [1], convert, begin=p)
         outs.append(out)
         lses.append(lse)
-        history.check_kept(cache, p, convert.back)
+        history.check_kept(cache, p)
     history.check(np.concatenate(outs, 1), np.concatenate(lses, 2), tf32=convert.name in ("cupy", "torch-cuda"))
 
 
@@ -52,9 +52,9 @@ def test_against_the_oracle(case, lengths, convert):
     if case.dtype == "float64" and convert.name in ("cupy", "torch-cuda"):
         pytest.skip("float64 is refused on CUDA")
     cache = case.cache(convert)
-    out, lse = case.run(cache, lengths, convert, convert.back)
+    out, lse = case.run(cache, lengths, convert)
     case.check(out, lse, tf32=convert.name in ("cupy", "torch-cuda"))
-    case.check_kept(cache, back=convert.back)
+    case.check_kept(cache)
 
 
 @pytest.mark.parametrize("seed", range(16))
@@ -67,9 +67,9 @@ def test_random_pieces(seed, convert):
     cache = history.cache(convert)
     done = 0
     for n in lengths.tolist():
-        out, lse = history.run(cache, [n], convert, convert.back, begin=done)
+        out, lse = history.run(cache, [n], convert, begin=done)
         done += n
-        history.check_kept(cache, done - 1, convert.back)
+        history.check_kept(cache, done - 1)
         if n and history.scores in ("ties", "zeros"):
             history.check(out, lse, begin=done - n, tf32=convert.name in ("cupy", "torch-cuda"))
 
@@ -133,13 +133,13 @@ def test_what_nobody_sees_changes_nothing(lengths, convert):
     history.data["value"][:, 9, 0, 3] = np.nan
     history.data["scores"][:, :, 9] = -9  # visible only while it is recent
     cache, tf32 = history.cache(convert), convert.name in ("cupy", "torch-cuda")
-    out, lse = history.run(cache, lengths, convert, convert.back)
+    out, lse = history.run(cache, lengths, convert)
     history.check(out, lse, tf32=tf32)
     assert np.isnan(out[:, 9:12]).any() and np.isfinite(out[:, 12:]).all()
     cache._state.value.array[...] = float("nan")
     cache.reset()
     history.data["value"][:, 9] = 1
-    history.check(*history.run(cache, lengths, convert, convert.back), tf32=tf32)
+    history.check(*history.run(cache, lengths, convert), tf32=tf32)
 
 
 # ---- sequences of different lengths ----
@@ -228,11 +228,11 @@ def test_reorder_select_clone_save_in_the_middle(dtype, convert):
     tf32 = convert.name in ("cupy", "torch-cuda")
 
     def goes_on(cache, expected=history):
-        expected.check(*expected.run(cache, [1, 1, 6, 1, 4], convert, convert.back, begin=17), begin=17, tf32=tf32)
-        expected.check_kept(cache, back=convert.back)
+        expected.check(*expected.run(cache, [1, 1, 6, 1, 4], convert, begin=17), begin=17, tf32=tf32)
+        expected.check_kept(cache)
 
     cache = history.cache(convert)
-    history.run(cache, [10, 1, 1, 5], convert, convert.back)
+    history.run(cache, [10, 1, 1, 5], convert)
     saved, copy = cache.state_dict(), cache.clone()
     chosen = cache.select_batch(convert(np.array(order, np.int32)))
     listed = cache.select_batch([1])
@@ -257,8 +257,8 @@ def test_reorder_select_clone_save_in_the_middle(dtype, convert):
                            for name, y in saved.items()})  # possibly of another library
     goes_on(cache)
     cache.reset()
-    history.check_kept(cache, -1, convert.back)
-    history.check(*history.run(cache, [17], convert, convert.back), tf32=tf32)
+    history.check_kept(cache, -1)
+    history.check(*history.run(cache, [17], convert), tf32=tf32)
 
 
 def test_a_step_looks_at_what_is_held(monkeypatch):
@@ -286,24 +286,24 @@ def test_keys_may_lie_in_any_slot(shift, convert):
     """A saved state whose empty slots come first, as ``fill_cache`` makes it, or in between."""
     history = History(length=30, window=8, sinks=1, recent=3)
     cache, other = history.cache(convert), history.cache(convert)
-    history.run(cache, [1, 4], convert, convert.back)
+    history.run(cache, [1, 4], convert)
     saved = cache.state_dict()
     moved = {name: convert(np.roll(convert.back(x), shift, 2)) if getattr(x, "ndim", 0) > 2 else x
              for name, x in saved.items()}
-    history.run(other, [1] * 2, convert, convert.back)
+    history.run(other, [1] * 2, convert)
     other.load_state_dict(moved)
-    history.check(*history.run(other, [1] * 10 + [5] + [1] * 10, convert, convert.back, begin=5), begin=5,
+    history.check(*history.run(other, [1] * 10 + [5] + [1] * 10, convert, begin=5), begin=5,
                   tf32=convert.name in ("cupy", "torch-cuda"))
-    history.check_kept(other, back=convert.back)
+    history.check_kept(other)
 
 
 def test_copies_share_no_memory(convert):
     history = History(length=20)
     cache = history.cache(convert)
-    history.run(cache, [9], convert, convert.back)
+    history.run(cache, [9], convert)
     saved, copy = cache.state_dict(), cache.clone()
     before = {name: np.array(convert.back(x)) for name, x in saved.items() if name not in ("window", "sinks", "recent")}
-    history.run(cache, [9], convert, convert.back, begin=9)
+    history.run(cache, [9], convert, begin=9)
     for name, x in before.items():
         np.testing.assert_array_equal(convert.back(saved[name]), x)
         np.testing.assert_array_equal(convert.back(getattr(copy._state, name).array), x)
@@ -338,8 +338,8 @@ def test_any_strides_and_score_types(convert):
 def test_results_are_written_to_out(n, convert):
     history = History(length=8, value_dim=5)
     cache, other = history.cache(convert), history.cache(convert)
-    history.run(cache, [3], convert, convert.back)
-    history.run(other, [3], convert, convert.back)
+    history.run(cache, [3], convert)
+    history.run(other, [3], convert)
     tokens = history.tokens(3, 3 + n, convert)
     expected, expected_lse = other.clone().extend(*tokens, return_lse=True)
     out, lse = (convert(np.full(x.shape, 7, np.float32)) for x in (expected, expected_lse))

@@ -33,7 +33,7 @@ def test_stops_are_what_was_seen(options, lengths, convert):
     cache, done = history.cache(convert), 0
     results = []
     for n in lengths:
-        results.append(history.run(cache, [n], convert, convert.back, begin=done))
+        results.append(history.run(cache, [n], convert, begin=done))
         done += n
         stops = convert.back(cache.stops())
         assert stops.dtype == np.int32 and stops.shape == (2, 2, done)
@@ -83,7 +83,7 @@ def test_copies_and_reordering(convert):
     moved.__dict__["data"] = {name: np.concatenate((y[order][:, :, :17], y[:, :, 17:]), 2) if name == "scores" else
                               np.concatenate((y[order][:, :17], y[:, 17:]), 1) for name, y in history.data.items()}
     cache, tf32 = history.cache(convert), convert.name in ("cupy", "torch-cuda")
-    history.run(cache, [10, 1, 6], convert, convert.back)
+    history.run(cache, [10, 1, 6], convert)
     first = convert.back(cache.stops())
     again = history.cache(convert)
     again.load_state_dict({name: convert.back(y) if hasattr(y, "shape") else y
@@ -93,11 +93,11 @@ def test_copies_and_reordering(convert):
     for found in others + [cache]:
         own = moved if found in (others[2], cache) else history
         np.testing.assert_array_equal(convert.back(found.stops()), first[order] if own is moved else first)
-        own.check(*own.run(found, [1, 7, 15], convert, convert.back, begin=17), begin=17, tf32=tf32)
+        own.check(*own.run(found, [1, 7, 15], convert, begin=17), begin=17, tf32=tf32)
         own.check(*replayed(own, found.stops(), convert), tf32=tf32)
     cache.reset()
     assert cache.stops().shape == (3, 2, 0)
-    history.run(cache, [25], convert, convert.back)
+    history.run(cache, [25], convert)
     assert cache.stops().shape == (3, 2, 25)
 
 
