@@ -7,15 +7,14 @@ from cupy_dma.backends.cuda.attention import backward_chunks, sm90_backward
 from cupy_dma.backends.cuda.runtime.program import fresh
 from cupy_dma.backward import attention_backward, dynamic_mask_attention_backward, key_scores_backward
 from tests.gpu.sm90_tiles import portable
-from tests.gpu.test_forward import FORWARD, converter, draw, draw_scores
+from tests.gpu.test_forward import BY_TURNS, FORWARD, converter, draw, draw_scores
 from tests.oracle import cases, score_cases
 
 pytestmark = pytest.mark.gpu
 
 
 # ---- right ----
-@pytest.mark.parametrize("name", ["cupy", "torch"])
-@pytest.mark.parametrize("case", FORWARD, ids=str)
+@BY_TURNS
 def test_backward_grid(case, name):
     pytest.importorskip(name)
     with_dlse = case.name.startswith(("heads-", "mask-"))

@@ -26,6 +26,9 @@ pytestmark = pytest.mark.gpu
 
 CUDA = Device("cuda", 0)
 FORWARD = [c for c in cases.CASES if c.dtype in ("float16", "bfloat16", "float32")]
+# Each case with one of the libraries, its neighbours with the other: both see all features of a call.
+BY_TURNS = pytest.mark.parametrize(("case", "name"), [(c, ("cupy", "torch")[i % 2]) for i, c in enumerate(FORWARD)],
+                                   ids=str)
 
 
 def converter(name, device=CUDA):
@@ -45,8 +48,7 @@ def draw_scores(torch, batch, heads, length, seed=1, device="cuda"):
 
 
 # ---- right ----
-@pytest.mark.parametrize("name", ["cupy", "torch"])
-@pytest.mark.parametrize("case", FORWARD, ids=str)
+@BY_TURNS
 def test_forward_grid(case, name):
     pytest.importorskip(name)
     cases.check(case, *cases.run(case, converter(name)), tf32=True)
