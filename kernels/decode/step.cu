@@ -234,8 +234,9 @@ __device__ void change_state(const StepParams& p, const Head& head, const Change
         p.position[first + change.target] = change.position;
         p.in_top[first + change.target] = change.enters;
     }
-    const int less_room = head.lowest + change.enters;
-    p.lowest[head.pair] = head.lowest < 0 && less_room < 0 ? less_room : lowest.slot;
+    const int before = p.lowest[head.pair];  // read again: a register less in the loop
+    const int less_room = before + change.enters;
+    p.lowest[head.pair] = before < 0 && less_room < 0 ? less_room : lowest.slot;
     p.lowest_score[head.pair] = from_ordered(lowest.rank);
     p.free[head.pair] = lowest.free == NO_SLOT ? -1 : lowest.free;
 }

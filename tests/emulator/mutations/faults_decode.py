@@ -23,7 +23,7 @@ FAULTS = [
           "if (false) take_value(", "decoding[several splits]"),
     Fault("the score kept beside the lowest key is the token's", "decode/step.cu", "from_ordered(lowest.rank);",
           "change.score;", "decoding[sinks and recent]"),
-    Fault("a token takes no room in the top", "decode/step.cu", "head.lowest + change.enters", "head.lowest",
+    Fault("a token takes no room in the top", "decode/step.cu", "before + change.enters", "before",
           "decoding[windows]"),
     Fault("a closed gate takes a place in the top", "decode/step.cu", "!(score < p.threshold) && ", "",
           "decoding[gates]"),
