@@ -3,7 +3,7 @@ same bits every time, and what must not reach them. Everything here is marked ``
 import pytest
 
 import cupy_dma as dma
-from cupy_dma.backends.cuda.attention import backward_chunks, sm90_backward
+from cupy_dma.backends.cuda.attention import backward_chunks, sm90_backward, sm90_stored
 from cupy_dma.backends.cuda.runtime.program import fresh
 from cupy_dma.backward import attention_backward, dynamic_mask_attention_backward, key_scores_backward
 from tests.gpu.sm90_tiles import portable
@@ -248,7 +248,8 @@ def test_rows_that_see_nothing(torch):
 
 
 def test_memory_is_linear(torch):
-    """Forward and backward at H16/8, D128, w=2048: at most 4 GiB extra at N=131072, and linear."""
+    """Forward and backward at H16/8, D128, w=2048: at most 4 GiB extra at N=131072 besides dS, which is bounded, and
+    linear."""
     def extra(n):
         q, k, v = draw(torch, n, n, 16, 8, 128)
         scores = draw_scores(torch, 1, 8, n)
@@ -262,7 +263,7 @@ def test_memory_is_linear(torch):
 
     half, whole = extra(65536), extra(131072)
     print(f"{half / 2**20:.0f} MiB at 65536, {whole / 2**20:.0f} MiB at 131072")
-    assert whole <= 4 * 2**30 and whole < 2.2 * half
+    assert whole <= 4 * 2**30 + sm90_stored.MAX_STORED and whole < 2.2 * half
 
 
 @pytest.mark.parametrize("batch", [1, 3])
