@@ -211,7 +211,7 @@ def test_only_what_is_asked_for(window, needs):
 @pytest.mark.parametrize(("options", "tiles"), [
     ({}, 9), ({"head_dim": 128, "heads": (4, 2)}, 18), ({"window": 0, "dense": "top_w"}, 8)], ids=str)
 def test_no_more_tiles_than_sms_are_left_to_the_portable_kernel(options, tiles, served, served_query):
-    with fresh(one_pass=None), mock.patch.object(sm90_backward, "MIN_TILES", 1.0):
+    with fresh(one_pass=None, stored=False), mock.patch.object(sm90_backward, "MIN_TILES", 1.0):
         for sms in (tiles - 1, tiles):
             served.reset_mock()
             with schedule_cases.num_sms(sms):
