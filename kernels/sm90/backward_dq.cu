@@ -6,7 +6,8 @@
 // A persistent CTA takes, by tickets, tiles of BLOCK_M rows (BLOCK_M / HEADS queries times HEADS heads of a GQA group). Each
 // consumer warpgroup has 64 rows, whose query and dout stay in its registers; the producer gathers their keys and values,
 // BLOCK_N at a time (common/mask.cuh says which), into STAGES stages. S = Q K^T and dP = dO V^T have their left operands in
-// registers (WIDE: shared memory, for as long as the tile lasts), dS is the left operand of dQ += dS K. Every row has one writer and a fixed order of additions.
+// registers (WIDE: shared memory, for as long as the tile lasts), dS is the left operand of dQ += dS K. Every row has one
+// writer and a fixed order of additions.
 //
 // Prelude: ELEMENT, HEAD_DIM (at most 256), HEADS (divides BLOCK_M), BLOCK_M, BLOCK_N, STAGES, KEYS, CAUSAL, BIAS (BIAS_NONE
 // or BIAS_OF_KEYS), SOFTCAP, SEQUENCES, BITS (KEYS_LISTED, with neither CAUSAL nor SEQUENCES).

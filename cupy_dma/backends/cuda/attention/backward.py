@@ -2,7 +2,8 @@
 Hopper has one pass, without such lists, where the call need not be deterministic (sm90_backward.py).
 
 1. ``backward_preprocess``: ``delta_i = dout_i . out_i - dlse_i``; clears what later kernels add to.
-2. ``backward_dq``: dq, query-major, over the same key lists as the forward.
+2. ``backward_dq``: dq, query-major, over the same key lists as the forward; or behind 3, from dS that the Hopper key
+   pass has stored (sm90_stored.py).
    Also the gradient of a dense bias that belongs to one head of one batch entry.
 3. ``backward_dkv``: dk, dv and the bias gradient, key-stationary. Where few keys meet a tile, and under dense masks,
    the keys of each super-tile of queries are gathered and their sums kept in float32, which ``backward_reduce`` adds in

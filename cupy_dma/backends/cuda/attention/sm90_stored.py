@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from math import gcd
 from typing import TYPE_CHECKING
 
-from cupy_dma.arrays import Operand
 from cupy_dma.backends.cuda.attention import sm90_backward
 from cupy_dma.backends.cuda.attention.problem import Problem
 from cupy_dma.backends.cuda.attention.sm90_backward import MAX_NARROW_DIM, THREADS
@@ -114,15 +113,11 @@ def launch(build: Builder, call: AttentionBackwardCall, problem: Problem, chunks
         counters = tickets + 8 * i
         sm90_backward.launch_dkv(build, call, problem, "KEYS_LISTED", entries, fields, counters,
                                  sm90_backward.QuerySplits(), None, stored=(size * chunks.tiles, stored))
-        found = rows_map(_described(build, ds), BLOCK_N)
+        found = rows_map(build.describe(ds, "ds"), BLOCK_N)
         assert found is not None
         packed = found + problem.pack(None, **fields) + stored + pack_pointer(counters + 4) + size.to_bytes(4, "little")
         tiles = size * (group // heads) * blocks(chunks.steps, ROW_UNITS // heads)
         build.launch(kernel, min(tiles, build.num_sms), THREADS, packed.padded(64), pdl=False)
-
-
-def _described(build: Builder, ds: object) -> Operand:
-    return build.describe(ds, "ds")  # type: ignore[arg-type]
 
 
 def stages(head_dim: int) -> int:
