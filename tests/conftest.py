@@ -74,6 +74,17 @@ def pytest_configure(config):
     config.pluginmanager.register(not_run, "not_run")
 
 
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtest_teardown(item):
+    """A test that leaves overrides behind fails, not the tests after it."""
+    found = yield
+    program = sys.modules.get("cupy_dma.backends.cuda.runtime.program")
+    if program is not None and not program.keeps_programs():
+        program._kept, program._overrides = True, program.NONE
+        raise AssertionError("contexts of overridden() or fresh() were not left in the order they were entered")
+    return found
+
+
 def pytest_terminal_summary(terminalreporter):
     """What caught the faults of tests/emulator/mutations (pytest-xdist does not pass on what a test prints)."""
     caught = [dict(report.user_properties) for report in terminalreporter.stats.get("passed", ())]

@@ -10,6 +10,7 @@ import cupy_dma as dma
 from cupy_dma.arrays import library_named
 from cupy_dma.backends import cuda
 from cupy_dma.backends.cuda.attention import sm90, sm90_schedule
+from cupy_dma.backends.cuda.runtime.program import fresh
 from cupy_dma.masks.interval import NEVER, Hints
 from tests.gpu.sm90_tiles import TILES, portable, taken
 from tests.gpu.test_forward import converter, draw, draw_scores
@@ -39,7 +40,7 @@ def device():
 @pytest.fixture
 def everything(torch, calls_of):
     """Every call that the kernel can serve goes to it, with the tile that is asked for; returns how many did."""
-    with ExitStack() as stack:
+    with fresh(), ExitStack() as stack:  # a test may enter other contexts before it chooses, and leaves them first
         def choose(tile, head_dims):
             stack.enter_context(taken(tile, head_dims))
             return calls_of(sm90, "attention")
