@@ -34,7 +34,7 @@ from cupy_dma.backward import AttentionGradients
 HEADS = ((2, 1, 64), (6, 3, 128), (16, 8, 64), (16, 8, 128), (32, 8, 128))
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 32768)
 MAX_TOKENS = 65536
-LEAST_SPEED, SHORT_MS = 0.95, 0.15
+MIN_SPEED, SHORT_MS = 0.95, 0.15
 MORE_MS = {"forward": 0.04, "both": 0.08}
 
 
@@ -53,7 +53,7 @@ class Row(NamedTuple):
     @property
     def ok(self) -> bool:
         if self.dense > SHORT_MS:
-            return self.speed >= LEAST_SPEED
+            return self.speed >= MIN_SPEED
         return self.ours <= self.dense + MORE_MS[self.stage]
 
 

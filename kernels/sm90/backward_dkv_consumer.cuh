@@ -23,7 +23,7 @@ struct ConsumerBase {
     // of the current tile
     unsigned keys, values;  // descriptors of this warpgroup's rows
     QueryRange range;
-    int shift, steps, part;
+    int shift, steps, split;
     int key_stage;
 #if BITS
     int key[2];  // rows
@@ -47,7 +47,7 @@ struct ConsumerBase {
         range = meta.queries;
         shift = meta.tile.shift;
         steps = meta.steps;
-        part = meta.part;
+        split = meta.split;
         step = meta.first_of_head();
         key_stage = stage;
 #pragma unroll
@@ -336,7 +336,7 @@ struct ConsumerBase {
     // assembler mixes what comes before and after it and spills.)
     __device__ __forceinline__ void write_bias(const KeyTile& t, int h) {
         float* results = is_partial(t) ? p.partial_bias : p.dbias;
-        if (launch.in_parts() && results != nullptr) results += (long long)part * p.batch * p.heads * p.key_length;
+        if (launch.is_split() && results != nullptr) results += (long long)split * p.batch * p.heads * p.key_length;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const float sum = row_sum(dbias[r]);
@@ -351,13 +351,13 @@ struct ConsumerBase {
     }
 
     // Whether the tile's sums are partial ones.
-    __device__ __forceinline__ bool is_partial(const KeyTile& t) const { return t.is_partial(p) || launch.in_parts(); }
+    __device__ __forceinline__ bool is_partial(const KeyTile& t) const { return t.is_partial(p) || launch.is_split(); }
 
     // A gradient, if it is wanted.
     __device__ __forceinline__ void write(const KeyTile& t, const Fragment (&x)[OUT_FRAGMENTS], ELEMENT* result,
                                           float* partial, float factor) {
         if (result == nullptr) return;
-        const long long rows = launch.in_parts() ? (long long)part * p.batch * p.key_length * p.kv_heads : 0;  // of parts before
+        const long long rows = launch.is_split() ? (long long)split * p.batch * p.key_length * p.kv_heads : 0;  // before
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             if (row(r) >= t.count) continue;

@@ -31,8 +31,8 @@ __device__ __forceinline__ int find_steps(KeyTileMeta& meta, const AttentionPara
 }
 #endif
 
-// The keys of one part of a tile by a warp, and what is known of them; how many steps it has.
-__device__ __forceinline__ int load_meta(KeyTileMeta& meta, const BackwardDkvParams& launch, const KeyTile& t, int part) {
+// The keys of one split of a tile by a warp, and what is known of them; how many steps it has.
+__device__ __forceinline__ int load_meta(KeyTileMeta& meta, const BackwardDkvParams& launch, const KeyTile& t, int split) {
     const AttentionParams& p = launch.attention;
     const int lane = threadIdx.x & 31;
     int last_far_from = INT_LOWEST;
@@ -90,9 +90,9 @@ __device__ __forceinline__ int load_meta(KeyTileMeta& meta, const BackwardDkvPar
     const int steps = max(0, (queries.end - queries.begin + BLOCK_Q - 1) / BLOCK_Q);
 #endif
     int first_step = 0, all_steps = steps * (p.heads / p.kv_heads);
-    if (launch.in_parts()) {
-        first_step = part * launch.chunk;
-        all_steps = max(0, min(all_steps - first_step, launch.chunk));
+    if (launch.is_split()) {
+        first_step = split * launch.steps_per_split;
+        all_steps = max(0, min(all_steps - first_step, launch.steps_per_split));
     }
 #if DELAY
     last_far_from = __reduce_max_sync(ALL_LANES, last_far_from);
@@ -102,7 +102,7 @@ __device__ __forceinline__ int load_meta(KeyTileMeta& meta, const BackwardDkvPar
         meta.tile = t;
         meta.queries = queries;
         meta.steps = steps;
-        meta.part = part;
+        meta.split = split;
         meta.first_step = first_step;
         meta.all_steps = all_steps;
         meta.first_unit = unit_of(t.first_query, t.sequence) + (queries.begin - t.first_query) / UNIT_QUERIES;
@@ -165,16 +165,16 @@ __device__ __forceinline__ unsigned tile_of_number(const AttentionParams& p, uns
     return (first_row + rest / own) * tiles + first + rest % own;
 }
 
-// The next tile, by a warp, and which part of it; false if there are no more. Lists have tiles without keys, which have no
-// results either: they are passed over.
-__device__ __forceinline__ bool take_ticket(const BackwardDkvParams& launch, KeyTile& t, int& part) {
+// The next tile, by a warp, and which split of it; false if there are no more. Lists have tiles without keys, which have
+// no results either: they are passed over.
+__device__ __forceinline__ bool take_ticket(const BackwardDkvParams& launch, KeyTile& t, int& split) {
     do {
         unsigned ticket = 0;
         if ((threadIdx.x & 31) == 0) ticket = atomicAdd(launch.tickets, 1u);
         ticket = __shfl_sync(ALL_LANES, ticket, 0);
         if (ticket >= static_cast<unsigned>(launch.tiles)) return false;
-        part = launch.in_parts() ? ticket / launch.whole_tiles : 0;
-        unsigned number = ticket - part * launch.whole_tiles;
+        split = launch.is_split() ? ticket / launch.tiles_per_split : 0;
+        unsigned number = ticket - split * launch.tiles_per_split;
 #if STORED
         number += launch.stored.first_tile;
 #endif
@@ -189,11 +189,11 @@ __device__ __forceinline__ void produce_keys(Shared& shared, const BackwardDkvPa
     for (unsigned phase = 1;; phase ^= 1) {
         barrier_wait(&shared.key_empty[stage], phase);
         KeyTile t;
-        int part;
-        const bool found = take_ticket(launch, t, part);
+        int split;
+        const bool found = take_ticket(launch, t, split);
         if (!found) {
             if ((threadIdx.x & 31) == 0) shared.meta[stage].steps = END;
-        } else if (load_meta(shared.meta[stage], launch, t, part) > 0) {
+        } else if (load_meta(shared.meta[stage], launch, t, split) > 0) {
             load_rows(shared, stage, p, t);
         }
 #if STORED

@@ -49,14 +49,15 @@ struct BackwardDkvParams {
     int tiles;
     int query_units;      // DQUERY: units of queries of a head
     float* dquery_sums;  // (batch, heads, query_units, DQ_UNIT), 0 before; halves in the order of their accumulators
-    // KEYS_CONTIGUOUS: tiles are taken in parts of `chunk` steps (0: whole), whose sums are partial_key and partial_value,
-    // (parts, batch, key_length, kv_heads, HEAD_DIM), and partial_bias, (parts, batch, heads, key_length), 0 before.
-    int chunk, whole_tiles;
+    // KEYS_CONTIGUOUS: a tile's queries are split, `steps_per_split` steps each (0: not at all). The sums of splits are
+    // partial_key and partial_value, (splits, batch, key_length, kv_heads, HEAD_DIM), and partial_bias, (splits, batch,
+    // heads, key_length), 0 before.
+    int steps_per_split, tiles_per_split;
 #if STORED
     StoredDs stored;
 #endif
 
-    __device__ __forceinline__ bool in_parts() const { return KEYS == KEYS_CONTIGUOUS && chunk > 0; }
+    __device__ __forceinline__ bool is_split() const { return KEYS == KEYS_CONTIGUOUS && steps_per_split > 0; }
 };
 
 // Where the units of a sequence begin (or of a super-tile, or of all queries: sequence 0).
@@ -73,7 +74,7 @@ struct KeyTileMeta {
     KeyTile tile;
     QueryRange queries;
     int steps;  // of one head; END: there are no more tiles
-    int part, first_step, all_steps;  // of the steps of all heads
+    int split, first_step, all_steps;  // of the steps of all heads
     int first_unit;  // DQUERY: of the first query, among the head's
 #if STORED
     int stored_tile;  // which tile of the launch it is
@@ -88,7 +89,7 @@ struct KeyTileMeta {
 };
 constexpr int END = -1;
 
-// The steps of a part of a tile, head by head. BITS: those of a head that see some pair.
+// The steps of a split of a tile, head by head. BITS: those of a head that see some pair.
 struct StepQueries {
     const KeyTileMeta& meta;
     const int begin, steps;

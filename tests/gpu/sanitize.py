@@ -158,7 +158,7 @@ def lifetimes() -> int:
         stop = (np.arange(keys) + np.exp(rng.normal(4, 1.5, (1, keys)))).astype(int)
         for hopper, one_pass in kernels:
             with (schedule_cases.hopper_gradients(one_pass), fresh(hopper=None if hopper else False,
-                                                                   parts=QuerySplits())):
+                                                                   query_splits=QuerySplits())):
                 found = []
                 for move in (cupy.asarray, np.asarray):
                     *args, upstream = map(move, (q, k, v, dout))
@@ -193,7 +193,7 @@ def delays() -> int:
 
 def hopper_backward() -> int:
     """The Hopper gradients in two passes, also from stored dS in chunks, and in one, on two SMs, so that CTAs go on
-    from tile to tile, and on many, so that tiles are taken in parts."""
+    from tile to tile, and on many, so that tiles are split."""
     if not cuda.runtime.hopper(0):
         return 0
     count, chosen = 0, [c for c in cases.CASES if c.name.startswith(HOPPER_NAMES)][share]

@@ -33,7 +33,7 @@ def test_gradients(keys, queries, heads, head_dim, hopper, one_pass, name):
     q, dout = normal(1, queries, heads[0], head_dim).bfloat16(), normal(1, queries, heads[0], head_dim).bfloat16()
     k, v = normal(1, keys, heads[1], head_dim).bfloat16(), normal(1, keys, heads[1], head_dim).bfloat16()
     bias = normal(1, heads[1], keys)
-    with schedule_cases.hopper_gradients(one_pass), fresh(parts=sm90_backward.QuerySplits()):
+    with schedule_cases.hopper_gradients(one_pass), fresh(query_splits=sm90_backward.QuerySplits()):
         with portable() if not hopper else fresh():
             out, lse = dma.attention(q, k, v, mask=mask, bias=bias, return_lse=True)
             found, again = (attention_backward(dout, q, k, v, out, lse, mask=mask, bias=bias,

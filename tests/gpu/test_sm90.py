@@ -407,7 +407,7 @@ def test_short_tail_tiles_of_the_last_queries(tile, sms, everything, torch, devi
 
 
 @thirds(FORWARD, GRID_IN_SPLITS)
-def test_forward_grid_in_parts(case, tile, everything):
+def test_forward_grid_in_splits(case, tile, everything):
     everything(*TILES[tile])
     with schedule_cases.num_sms(31, split=True):
         cases.check(case, *cases.run(case, converter("torch")))
@@ -416,7 +416,7 @@ def test_forward_grid_in_parts(case, tile, everything):
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize(("biased", "sms"), [(True, 2), (True, 3), (False, 3)])
 def test_splits_of_lists_of_every_length(biased, sms, tile, everything, torch, device, every=1):
-    """There is one tile. Parts have full keys, partial ones, both or none."""
+    """There is one tile. Splits have full keys, partial ones, both or none."""
     with schedule_cases.num_sms(sms, split=True) as splits:
         test_lists_of_every_length(biased, tile, everything, torch, device, every)
     assert set(splits) == {sms}
@@ -591,7 +591,7 @@ def test_nonfinite_values_reach_only_queries_that_see_them(kind, tile, everythin
 
 
 @pytest.mark.parametrize("tile", TILES)
-def test_values_that_are_not_finite_in_parts_of_tiles(tile, everything, torch, device):
+def test_values_that_are_not_finite_in_splits_of_tiles(tile, everything, torch, device):
     """Some blocks of the grid begin again, others that have splits of the same tiles do not."""
     test_nonfinite_values_reach_only_queries_that_see_them("lists", tile, everything, torch, device,
                                                                        (31, 132), split=True)

@@ -113,7 +113,7 @@ def test_the_same_bits_beside_other_work(torch, kind, head_dim, num_sms, one_pas
     """200 repeats, with CTAs that take many tiles or few, starved now and then by copies on another stream. In one
     pass the gradient of the queries has the same bits up to the order of its additions."""
     arguments, options = problem(torch, kind, head_dim, length=2000)
-    with schedule_cases.num_sms(num_sms):  # on which the parts of tiles depend
+    with schedule_cases.num_sms(num_sms):  # on which query splits depend
         first = attention_backward(*arguments, **options)
     stream, ballast = torch.cuda.Stream(), torch.randn(2**24, device="cuda")
     torch.cuda.synchronize()

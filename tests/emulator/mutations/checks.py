@@ -292,10 +292,10 @@ def sm90_backward(num_sms: int = 1, order: emulator.Order | None = None, **optio
     return check
 
 
-def sm90_backward_parts(count: int, steps: int, **options: Any) -> Callable[[], None]:
-    """Tiles in parts, some of which begin within a head."""
+def sm90_backward_splits(count: int, steps: int, **options: Any) -> Callable[[], None]:
+    """Query splits, some of which begin within a head."""
     def check() -> None:
-        with fresh(parts=kernels_backward.QuerySplits(count, steps)):
+        with fresh(query_splits=kernels_backward.QuerySplits(count, steps)):
             sm90_backward(num_sms=2, **options)()
 
     return check
@@ -403,7 +403,7 @@ OWN: dict[str, Callable[[], None]] = {
     "sm90 backward[first query masked]": sm90_backward_runs(slice(64), 1, 400),
     "sm90 backward[last query masked]": sm90_backward_runs(slice(128), 0, 255),
     "sm90 backward[empty tiles]": sm90_backward_runs(slice(128, None), 0, 0),
-    "sm90 backward[parts]": sm90_backward_parts(
+    "sm90 backward[splits]": sm90_backward_splits(
         5, 5, window=0, causal=True, length=300, queries=900, heads=(3, 1), bias=np.ones((1, 1, 300), np.float32)),
     "sm90 stored": sm90_stored(heads=(4, 2), length=500), "sm90 stored[3 heads]": sm90_stored(heads=(3, 1), length=501),
     "sm90 stored[chunks]": sm90_stored(lists=1, length=500),

@@ -10,7 +10,7 @@ LISTS, SUPERS, CAUSAL = "sm90 backward[lists]", "sm90 backward[super-tiles]", "s
 ONE_LISTS, ONE_CAUSAL = "sm90 one pass[lists]", "sm90 one pass[causal, D128]"
 ROUND = "sm90/backward_dq_postprocess.cu"
 WIDE_LISTS, WIDE_CAUSAL = "sm90 backward[lists, D256]", "sm90 backward[causal, D192]"
-DENSE, PARTS = "sm90 backward[dense mask]", "sm90 backward[parts]"
+DENSE, SPLITS = "sm90 backward[dense mask]", "sm90 backward[splits]"
 BLANK_ROWS, ONE_TILE = "sm90 backward[blank rows]", "sm90 backward[one tile]"
 
 FAULTS = [
@@ -60,19 +60,21 @@ FAULTS = [
     Fault("dP begins with delta instead of -delta", PRODUCER, "lane] = -delta[k];", "lane] = delta[k];", LISTS),
     Fault("dP of wide head dims forgets delta", CONSUMER, "i < 8; i += 2) {\n                    float delta[2];",
           "i < 4; i += 2) {\n                    float delta[2];", CAUSAL),
-    Fault("every part begins with the first step", PRODUCER, "first_step = part * launch.chunk;", "first_step = 0;",
-          PARTS),
-    Fault("the last part has as many steps as the others", PRODUCER,
-          "all_steps = max(0, min(all_steps - first_step, launch.chunk));", "all_steps = launch.chunk;", PARTS),
-    Fault("all parts write the first one's sums", CONSUMER,
-          "launch.in_parts() ? (long long)part * p.batch * p.key_length * p.kv_heads : 0;", "0;", PARTS),
-    Fault("all parts write the first one's sums of the bias", CONSUMER,
-          "if (launch.in_parts() && results != nullptr) results +=", "if (false) results +=", PARTS),
-    Fault("the first part is all of dk and dv", "common/sums.cu", "part < parts", "part < 1", PARTS),
-    Fault("the bias has the first head of its group alone", "common/sums.cu", "p.parts, all, p.group",
-          "p.parts, all, 1", PARTS),
-    Fault("the bias of a head that a part leaves is not written", NARROW,
-          "            if (launch.in_parts() && step != 0) write_bias(t, h);  // of a part of a head\n", "", PARTS),
+    Fault("every split begins with the first step", PRODUCER,
+          "first_step = split * launch.steps_per_split;", "first_step = 0;", SPLITS),
+    Fault("the last split has as many steps as the others", PRODUCER,
+          "all_steps = max(0, min(all_steps - first_step, launch.steps_per_split));",
+          "all_steps = launch.steps_per_split;", SPLITS),
+    Fault("all splits write the first one's sums", CONSUMER,
+          "launch.is_split() ? (long long)split * p.batch * p.key_length * p.kv_heads : 0;", "0;", SPLITS),
+    Fault("all splits write the first one's sums of the bias", CONSUMER,
+          "if (launch.is_split() && results != nullptr) results +=", "if (false) results +=", SPLITS),
+    Fault("the first split is all of dk and dv", "common/sums.cu", "split < splits", "split < 1", SPLITS),
+    Fault("the bias has the first head of its group alone", "common/sums.cu", "p.splits, all, p.group",
+          "p.splits, all, 1", SPLITS),
+    Fault("the bias of a head that a split leaves is not written", NARROW,
+          "            if (launch.is_split() && step != 0) write_bias(t, h);  // the split ends within a head\n", "",
+          SPLITS),
     Fault("both stages of keys have the phase of the first", TILES, "return phases >> stage & 1;",
           "return phases & 1;", LISTS),
     Fault("the first stage of keys that ends ends all", TILES, "const bool all = ended;",

@@ -400,7 +400,7 @@ def test_swizzle_groups_of_causal_heads_are_equal(length, heads, kv_heads, head_
     (32768, 32, 8, 16384, 0, [(41, "whole", 1 - 170 / 684), (1, "halves", 1)]),
     (9600, 2, 1, 1024, 10, [(1, "whole", 1)]),  # 100 tiles: 16 are cut, the others whole
 ])
-def test_the_time_of_whole_tiles(length, heads, kv_heads, window, tail, waves):
+def test_the_time_of_unsplit_tiles(length, heads, kv_heads, window, tail, waves):
     """Tiles of fewer keys are scheduled last."""
     facts, tile = hopper_facts(64, length, heads, kv_heads, window), sm90_tiles.WIDE_64
     work = next(sm90_schedule.candidates(facts, tile, 132))

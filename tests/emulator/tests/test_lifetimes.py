@@ -246,7 +246,7 @@ def check_gradients(keys: int, queries: int, heads: tuple[int, int], head_dim: i
         k[0, unseen.T] = v[0, unseen.T] = np.nan  # what no query sees may hold anything
         given = {"mask": mask, "bias": bias, "causal": causal, "backend": "emulator"}
         with ((emulator.hopper_gpu if hopper else emulator.using)(), schedule_cases.hopper_gradients(one_pass),
-              fresh(parts=sm90_backward.QuerySplits())):
+              fresh(query_splits=sm90_backward.QuerySplits())):
             out, lse = dma.attention(q, k, v, **given, return_lse=True)
             first, second = (attention_backward(dout, q, k, v, out, lse, **given, deterministic=not one_pass)
                              for _ in range(2))

@@ -225,30 +225,30 @@ def test_no_more_tiles_than_sms_are_left_to_the_portable_kernel(options, tiles, 
     ({"causal": True, "length": 300, "queries": 900, "heads": (3, 1)}, 5, 5),
     ({"batch": 2, "heads": (4, 2), "bias": (2, 2), "length": 300, "needs": ("query", "bias")}, 3, 6),
     ({"length": 200, "queries": 1000, "head_dim": 192, "heads": (2, 1)}, 7, 5)])
-def test_tiles_in_parts(options, count, steps, deterministic, served):
-    """Parts that begin and end within a head, and some without steps; dk, dv and dbias have the same bits in any
+def test_query_splits(options, count, steps, deterministic, served):
+    """Splits that begin and end within a head, and some without steps; dk, dv and dbias have the same bits in any
     order."""
     options = {"window": 0, "deterministic": deterministic, "bias": (1, options["heads"][1]), **options}
     bias = np.linspace(0, 1, options.get("length", 700), dtype=np.float32)
     options["bias"] = np.broadcast_to(bias, (*options["bias"], bias.size)).copy()
-    parts = sm90_backward.QuerySplits(count, steps)
-    with fresh(parts=parts):
+    splits = sm90_backward.QuerySplits(count, steps)
+    with fresh(query_splits=splits):
         found = gradients("emulator", **options)
         with emulator.hopper_gpu(order=ORDERS[-1]), schedule_cases.num_sms(3):
             again = gradients("emulator", **options)
     check(found, **options)
-    assert served.call_args.args[-2] == parts
+    assert served.call_args.args[-2] == splits
     for name, x, y in zip(found._fields, found, again):
         assert name == "query" or x is y is None or np.array_equal(bits(x), bits(y)), name
 
 
-def test_as_many_parts_as_pay():
-    """For 132 SMs: few tiles are cut, many are not; every step belongs to a part."""
-    few = sm90_backward._parts(2048, 2048, 3, 2, 128, 64, True, 132)
+def test_as_many_query_splits_as_pay():
+    """For 132 SMs: few tiles are split, many are not; every step belongs to a split."""
+    few = sm90_backward._best_splits(2048, 2048, 3, 2, 128, 64, True, 132)
     assert few.count > 1 and few.count * few.steps >= 2 * 2048 // 64 > (few.count - 1) * few.steps
-    assert sm90_backward._parts(1024, 1024, 8, 2, 128, 64, True, 132) == sm90_backward.QuerySplits(3, 11)
+    assert sm90_backward._best_splits(1024, 1024, 8, 2, 128, 64, True, 132) == sm90_backward.QuerySplits(3, 11)
     for length, rows in ((16384, 8), (4096, 8), (128, 1)):
-        assert sm90_backward._parts(length, length, rows, 1, 128, 64, True, 132) == sm90_backward.QuerySplits()
+        assert sm90_backward._best_splits(length, length, rows, 1, 128, 64, True, 132) == sm90_backward.QuerySplits()
 
 
 @pytest.mark.parametrize("options", [

@@ -178,9 +178,9 @@ def test_from_scores(batch, window, device, chain_runs):
 
 
 def test_nothing_is_cleared_apart(chain_runs, monkeypatch):
-    """In a backward in one pass, its tiles in parts: its first kernel clears sums of dq and dbias, and counters."""
-    parts, cleared = sm90_backward.QuerySplits(3, 4), []
-    monkeypatch.setattr(sm90_backward, "query_splits_of", lambda *_: parts)
+    """In a backward in one pass, with query splits: its first kernel clears sums of dq and dbias, and counters."""
+    splits, cleared = sm90_backward.QuerySplits(3, 4), []
+    monkeypatch.setattr(sm90_backward, "query_splits_of", lambda *_: splits)
     with emulator.hopper_gpu() as runtime:
         clear = runtime.clear
         monkeypatch.setattr(runtime, "clear", lambda *own: cleared.append(own[1]) or clear(*own))

@@ -43,7 +43,7 @@ from cupy_dma.backends.cuda.runtime.configs import (
     blocks,
 )
 from cupy_dma.backends.cuda.runtime.params import Packed, Ref, pack_pointer
-from cupy_dma.backends.cuda.runtime.sums import add_parts, sum_to_bias
+from cupy_dma.backends.cuda.runtime.sums import add_splits, sum_to_bias
 
 if TYPE_CHECKING:
     from cupy_dma.calls.types import AttentionBackwardCall
@@ -81,7 +81,7 @@ class _Passes:
     entries: int  # of those lists, of all rows
     order: KeyOrder | None  # of an interval mask without a bound
     stored: sm90_stored.Chunks | None  # of the lists, where the Hopper key pass stores dS
-    parts: sm90_backward.QuerySplits  # in which the Hopper kernel takes tiles
+    splits: sm90_backward.QuerySplits  # of the Hopper kernel's tiles of keys
     bias_heads: int  # of the dbias that kernels write
 
     @property
@@ -99,7 +99,7 @@ def _passes(build: Builder, call: AttentionBackwardCall, problem: Problem) -> _P
     hopper_keys = build.takes(sm90_backward.NAME_KEYS, sm90_backward.reasons_keys(*served))
     hopper_query = build.takes(sm90_backward.NAME_QUERY, sm90_backward.reasons_query(*served))
     one_pass, supers, dense, entries = False, None, None, 0
-    parts, bias_heads = sm90_backward.QuerySplits(), own.heads
+    splits, bias_heads = sm90_backward.QuerySplits(), own.heads
     if any(wanted):
         can_one_pass = hopper_keys and one_pass_wanted is not False and sm90_backward.can_one_pass(call, problem)
         packed = problem.packed_mask(build)
@@ -118,13 +118,13 @@ def _passes(build: Builder, call: AttentionBackwardCall, problem: Problem) -> _P
             hopper_keys = build.takes(sm90_backward.NAME_KEYS, [] if sm90_backward.has_enough_tiles(
                 build.runtime, call, problem, entries) else ["too few tiles for two passes"])
         if hopper_keys:
-            parts = build.overrides.parts or sm90_backward.query_splits_of(
+            splits = build.overrides.query_splits or sm90_backward.query_splits_of(
                 build.runtime, call, problem, entries, one_pass)
             bias = own.bias
-            if parts.count > 1 and bias is not None and (bias.shape[0], bias.shape[3]) == own.key.shape[:2]:
+            if splits.count > 1 and bias is not None and (bias.shape[0], bias.shape[3]) == own.key.shape[:2]:
                 bias_heads = bias.shape[1]
     order = None
-    if any(wanted) and parts.count == 1 and problem.mask is not None and packed is None and not problem.by_head:
+    if any(wanted) and splits.count == 1 and problem.mask is not None and packed is None and not problem.by_head:
         order = key_order(build, problem.mask, own.query_length, problem.causal, own.sequences)
     stored = None
     if hopper_keys and not one_pass and build.overrides.stored is not False and build.takes(
@@ -132,7 +132,7 @@ def _passes(build: Builder, call: AttentionBackwardCall, problem: Problem) -> _P
         stored = sm90_stored.chunks_of(call, supers)
     queries_first = hopper_query and not one_pass and stored is None and own.head_dim <= sm90_backward.MAX_NARROW_DIM
     return _Passes(wanted, dense_bias, vector, hopper_keys, hopper_query, one_pass, queries_first, supers, dense,
-                   entries, order, stored, parts, bias_heads)
+                   entries, order, stored, splits, bias_heads)
 
 
 def _key_tile(build: Builder, call: AttentionBackwardCall, problem: Problem) -> KeyTile:
@@ -170,7 +170,7 @@ class _Backward:
             rows = self._dense_gradient()
         elif "bias" in call.needs:
             shape = self.batch, passes.bias_heads, self.key.shape[1]
-            written = passes.parts.count > 1 or passes.supers is not None
+            written = passes.splits.count > 1 or passes.supers is not None
             dbias = (build.empty if written else build.zeros)(shape, "float32")
         results = {f"d{name}": grad for name, grad in grads.items()} | {"dbias": dbias, "dbias_rows": rows}
         dout, out = call.dout, call.out
@@ -204,16 +204,16 @@ class _Backward:
         return grads["query"], grads["key"], grads["value"], rows
 
     def _zeros(self) -> tuple[Ref | None, Ref | None, Ref | None, Packed]:
-        """What Hopper kernels add to: sums of dq in one pass and of dbias in parts, if there are any, and a counter of
-        each launch. In one array, which backward_preprocess clears if it is launched: from which address and how many
-        16 bytes, as its parameters say it."""
+        """What Hopper kernels add to: sums of dq in one pass and of dbias over query splits, if there are any, and a
+        counter of each launch. In one array, which backward_preprocess clears if it is launched: from which address and
+        how many 16 bytes, as its parameters say it."""
         passes, problem = self.passes, self.problem
         if not (passes.hopper_keys or passes.hopper_query):
             return None, None, None, Packed(bytes(16))
         sums = sm90_backward.query_sums(self.call, problem) if passes.one_pass else 0
         bias_sums = 0
-        if passes.parts.count > 1 and passes.wanted[2]:
-            bias_sums = passes.parts.count * self.batch * self.heads * self.key.shape[1]
+        if passes.splits.count > 1 and passes.wanted[2]:
+            bias_sums = passes.splits.count * self.batch * self.heads * self.key.shape[1]
         counters = 2 if passes.stored is None else 2 * passes.stored.number
         pieces = blocks(sums + bias_sums + counters, 4)
         begin = (self.build.zeros if passes.queries_first else self.build.empty)((pieces, 4), "float32").ref
@@ -240,9 +240,9 @@ class _Backward:
     # ---- keys, values and a bias of keys ----
     def _key_gradients(self, fields: Fields, sums: Ref | None, bias_sums: Ref | None, tickets: Ref | None) -> None:
         build, problem, passes = self.build, self.problem, self.passes
-        if passes.parts.count > 1:
+        if passes.splits.count > 1:
             assert bias_sums is not None and tickets is not None
-            self._in_parts(fields, sums, bias_sums, tickets)
+            self._split_key_gradients(fields, sums, bias_sums, tickets)
             return
         (_, key_length, kv_heads, head_dim), entries = self.key.shape, passes.entries
         (lists, partial) = self._lists()
@@ -256,8 +256,8 @@ class _Backward:
             sm90_stored.launch(build, self.call, problem, passes.stored, entries, fields, tickets)
         elif passes.hopper_keys:
             assert tickets is not None
-            sm90_backward.launch_dkv(build, self.call, problem, passes.keys, entries, fields, tickets + 4, passes.parts,
-                                     sums)
+            sm90_backward.launch_dkv(build, self.call, problem, passes.keys, entries, fields, tickets + 4,
+                                     passes.splits, sums)
         else:
             self._portable_key_gradients(fields)
         if entries:
@@ -268,18 +268,18 @@ class _Backward:
                          self.batch * kv_heads * blocks(key_length, REDUCE_WARPS), REDUCE_THREADS,
                          problem.pack(None, **fields))
 
-    def _in_parts(self, fields: Fields, sums: Ref | None, bias_sums: Ref, tickets: Ref) -> None:
-        """The gradients of keys in their own order from sums over parts of the queries, of dbias over some heads."""
-        parts, bias_heads, size = self.passes.parts, self.passes.bias_heads, math.prod(self.key.shape)
+    def _split_key_gradients(self, fields: Fields, sums: Ref | None, bias_sums: Ref, tickets: Ref) -> None:
+        """The gradients of keys in their own order from sums over query splits, of dbias over some heads."""
+        splits, bias_heads, size = self.passes.splits, self.passes.bias_heads, math.prod(self.key.shape)
         names = [name for name, wanted in zip(("key", "value", "bias"), self.passes.wanted) if wanted]
         partials = {f"partial_{name}": bias_sums if name == "bias"
-                    else self.build.empty((parts.count * size,), "float32").ref for name in names}
+                    else self.build.empty((splits.count * size,), "float32").ref for name in names}
         fields = fields | partials
-        sm90_backward.launch_dkv(self.build, self.call, self.problem, self.passes.keys, 0, fields, tickets + 4, parts,
+        sm90_backward.launch_dkv(self.build, self.call, self.problem, self.passes.keys, 0, fields, tickets + 4, splits,
                                  sums)
-        add_parts(self.build, self.key.dtype,
+        add_splits(self.build, self.key.dtype,
                   {**{of + name: fields[of + name] for name in names for of in ("partial_", "d")}, "size": size,
-                   "parts": parts.count, "rows": self.batch * bias_heads, "group": self.heads // bias_heads,
+                   "splits": splits.count, "rows": self.batch * bias_heads, "group": self.heads // bias_heads,
                    "length": self.key.shape[1]})
 
     def _lists(self) -> tuple[Fields, bool]:

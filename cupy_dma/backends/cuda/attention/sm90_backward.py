@@ -41,8 +41,8 @@ LISTED_PAIR, LISTED_STEPS = 1.4, 6.0
 #: tiles of launch_dkv on each SM: with fewer, in two passes up to MAX_NARROW_DIM, the portable kernel with its smaller
 #: tiles is faster (docs/lab/backward.md, generation 44)
 MIN_TILES = 1.0
-#: in steps: what a tile or part takes beside its own, a part without any, and the sums of parts, at all and for each
-#: number of a part's dk and dv (docs/lab/backward.md, generation 47)
+#: in steps: what a tile or query split takes beside its own, a split without any, and the sums of splits, at all and
+#: for each number of a split's dk and dv (docs/lab/backward.md, generation 47)
 TILE_STEPS, EMPTY_STEPS, SUM_STEPS, NUMBER_STEPS = 4.7, 1.7, 0.5, 0.57e-6
 MAX_QUERY_SPLITS, MIN_STEPS = 16, 2
 
@@ -167,8 +167,8 @@ def lists_pay(runtime: Runtime, call: AttentionBackwardCall, problem: Problem) -
 
 @dataclass(frozen=True, slots=True)
 class QuerySplits:
-    """Tiles of keys in their own order are taken in ``count`` parts of ``steps`` steps each, whose sums are added
-    afterwards; 1 and 0: whole."""
+    """Tiles of keys in their own order are split along their queries into ``count`` of ``steps`` steps. The sums of
+    splits are added afterwards; 1 and 0: not split."""
 
     count: int = 1
     steps: int = 0
@@ -176,20 +176,20 @@ class QuerySplits:
 
 def query_splits_of(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, entries: int,
                     one_pass: bool) -> QuerySplits:
-    """How ``launch_dkv`` takes tiles; ``entries`` and ``one_pass`` as there."""
+    """How ``launch_dkv`` splits tiles; ``entries`` and ``one_pass`` as there."""
     query, key, mask = call.forward.query, call.forward.key, problem.mask
     if entries or problem.count:
         return QuerySplits()
     from_key = problem.causal or mask is not None and mask._starts == "key"  # no query sees a key that comes later
-    return _parts(query.shape[1], key.shape[1], key.shape[0] * key.shape[2], query.shape[2] // key.shape[2],
-                  key.shape[3], block_q(key.shape[3], one_pass, problem.delay), from_key,
-                  runtime.num_sms(query.device.index))
+    return _best_splits(query.shape[1], key.shape[1], key.shape[0] * key.shape[2], query.shape[2] // key.shape[2],
+                        key.shape[3], block_q(key.shape[3], one_pass, problem.delay), from_key,
+                        runtime.num_sms(query.device.index))
 
 
 @functools.lru_cache(maxsize=1024)
-def _parts(query_length: int, key_length: int, rows: int, group: int, head_dim: int, per_step: int, from_key: bool,
-           sms: int) -> QuerySplits:
-    """The parts with the least makespan. ``rows``: kv heads of all batch entries; ``per_step``: queries of a step."""
+def _best_splits(query_length: int, key_length: int, rows: int, group: int, head_dim: int, per_step: int,
+                 from_key: bool, sms: int) -> QuerySplits:
+    """The splits with the least makespan. ``rows``: kv heads of all batch entries; ``per_step``: queries of a step."""
     size = block_n(head_dim)
     tiles, most_tickets = blocks(key_length, size), 4 * sms  # more were not the best of any call that was measured
     firsts = [max(0, i * size - (key_length - query_length)) // UNIT_QUERIES * UNIT_QUERIES if from_key else 0
@@ -199,29 +199,29 @@ def _parts(query_length: int, key_length: int, rows: int, group: int, head_dim: 
     steps = [group * blocks(max(0, query_length - first), per_step) for first in firsts]
     sums = NUMBER_STEPS * 2 * rows * key_length * head_dim
     least, best = _makespan(steps, rows, max(steps), sms), QuerySplits()
-    # Not only even parts: what is left of a tile that has fewer steps than others may be the whole of it.
-    for part in sorted({blocks(4 * max(steps), quarters) for quarters in range(5, 4 * MAX_QUERY_SPLITS + 1)}):
-        count = blocks(max(steps), part)
-        if part >= MIN_STEPS and count > 1 and count * rows * tiles <= most_tickets:
-            time = _makespan(steps, rows, part, sms) + SUM_STEPS + count * sums
+    # Not only even splits: what is left of a tile that has fewer steps than others may be the whole of it.
+    for split in sorted({blocks(4 * max(steps), quarters) for quarters in range(5, 4 * MAX_QUERY_SPLITS + 1)}):
+        count = blocks(max(steps), split)
+        if split >= MIN_STEPS and count > 1 and count * rows * tiles <= most_tickets:
+            time = _makespan(steps, rows, split, sms) + SUM_STEPS + count * sums
             if time < least:
-                least, best = time, QuerySplits(count, part)
+                least, best = time, QuerySplits(count, split)
     return best
 
 
-def _makespan(steps: list[int], rows: int, part: int, sms: int) -> float:
-    """Of tiles of so many steps, those of all rows, that SMs take part after part as they become free."""
+def _makespan(steps: list[int], rows: int, split: int, sms: int) -> float:
+    """Of tiles of so many steps, those of all rows, that SMs take split after split as they become free."""
     busy = [0.0] * sms
-    for first in range(0, max(steps), part):
+    for first in range(0, max(steps), split):
         for of_tile in steps:
-            own = min(part, of_tile - first)
+            own = min(split, of_tile - first)
             for _ in range(rows):
                 heapq.heapreplace(busy, busy[0] + (own + TILE_STEPS if own > 0 else EMPTY_STEPS))
     return max(busy)
 
 
 def has_enough_tiles(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, entries: int) -> bool:
-    """Whether ``launch_dkv`` keeps the GPU busy in two passes, if not by parts; ``entries`` as there."""
+    """Whether ``launch_dkv`` keeps the GPU busy in two passes, if not by query splits; ``entries`` as there."""
     query = call.forward.query
     return (query.shape[3] > MAX_NARROW_DIM or not (entries or problem.count)
             or _key_tiles(call, problem, entries) > MIN_TILES * runtime.num_sms(query.device.index))
@@ -290,12 +290,12 @@ def query_sums(call: AttentionBackwardCall, problem: Problem) -> int:
 
 
 def launch_dkv(build: Builder, call: AttentionBackwardCall, problem: Problem, keys: str, entries: int, fields: Fields,
-               tickets: Ref, parts: QuerySplits, sums: Ref | None, stored: tuple[int, Packed] | None = None) -> None:
+               tickets: Ref, splits: QuerySplits, sums: Ref | None, stored: tuple[int, Packed] | None = None) -> None:
     """Writes the gradients of keys, values and bias, or with lists of super-tiles, of so many ``entries``, their sums
-    over these, or those of ``parts``; and with ``sums``, the address of so many zeros as ``query_sums``, that of
+    over these, or those of ``splits``; and with ``sums``, the address of so many zeros as ``query_sums``, that of
     queries, from ``delta``. ``keys``: their order. ``fields`` and ``tickets`` as in ``launch_dq``, with the lists and
-    where sums over tiles or parts go. ``stored``: of how many tiles dS is stored, which are all that are taken, and the
-    parameters of that (``StoredDs`` in the kernel's files)."""
+    where sums over tiles or splits go. ``stored``: of how many tiles dS is stored, which are all that are taken, and
+    the parameters of that (``StoredDs`` in the kernel's files)."""
     query, key, one_pass = call.forward.query, call.forward.key, sums is not None
     head_dim = key.shape[3]
     narrow = keys != "KEYS_CONTIGUOUS" or problem.delay
@@ -307,11 +307,11 @@ def launch_dkv(build: Builder, call: AttentionBackwardCall, problem: Problem, ke
         dquery=one_pass, stored=stored is not None)
     tiles, of_stored = stored or (_key_tiles(call, problem, entries), b"")
     query_units = tile_count(query.shape[1], UNIT_QUERIES, problem.count)
-    params = problem.pack(None, **fields) + _tickets(tickets, tiles * parts.count) + query_units.to_bytes(4, "little")
-    params += pack_pointer(sums or 0) + parts.steps.to_bytes(4, "little") + tiles.to_bytes(4, "little")
+    params = problem.pack(None, **fields) + _tickets(tickets, tiles * splits.count) + query_units.to_bytes(4, "little")
+    params += pack_pointer(sums or 0) + splits.steps.to_bytes(4, "little") + tiles.to_bytes(4, "little")
     params += of_stored
     packed = _packed(_maps(call, block_q(head_dim, one_pass, narrow), 1), params)
-    build.launch(build.load(config, "backward_dkv", config.shared_bytes), min(tiles * parts.count, build.num_sms),
+    build.launch(build.load(config, "backward_dkv", config.shared_bytes), min(tiles * splits.count, build.num_sms),
                  THREADS, packed, pdl=False)
     if one_pass:
         config = HopperBackwardDqPostprocessConfig(

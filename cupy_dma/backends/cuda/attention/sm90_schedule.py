@@ -63,13 +63,13 @@ def candidates(facts: ScheduleKey, tile: HopperTile, num_sms: int) -> Iterator[S
     """The candidate schedules of a call: whole tiles, the last wave cut by rows in the kernel if it is small
     (``schedule`` in kernels/sm90/scheduler.cuh); a last wave of short tiles; a last wave split along its keys
     (kernels/sm90/split_kv.cuh)."""
-    work = _whole_tiles(facts, tile, num_sms)
+    work = _unsplit(facts, tile, num_sms)
     yield work
     yield from _short_tiles(facts, tile, num_sms, work)
     yield from _splits(facts, tile, num_sms, work)
 
 
-def _whole_tiles(facts: ScheduleKey, tile: HopperTile, num_sms: int) -> Schedule:
+def _unsplit(facts: ScheduleKey, tile: HopperTile, num_sms: int) -> Schedule:
     """Tail tiles may meet fewer keys, because their queries have fewer keys before them than the mask shows at most.
     They are scheduled last, all sets together, so their keys must fit into L2."""
     queries = tile.block_m // facts.tile_heads

@@ -27,7 +27,7 @@ class Overrides:
     stored : bool or None
         Whether in two passes of the Hopper backward over key lists the key pass stores dS, from which the query pass
         makes its gradient (up to 4 GiB of workspace).
-    parts
+    query_splits
         Of the tiles of keys in the Hopper backward.
     counted : bool or None
         Whether the selection is one kernel that compares each key with all others.
@@ -42,7 +42,7 @@ class Overrides:
     schedule: Schedule | None = None
     one_pass: bool | None = None
     stored: bool | None = None
-    parts: QuerySplits | None = None
+    query_splits: QuerySplits | None = None
     counted: bool | None = None
     shared_memory: int | None = None
 

@@ -41,12 +41,12 @@ def add_all(build: Builder, array: Array, axes: Axes, dtype: str, shape: tuple[i
     return _add(build, array, axes, dtype, shape, "add_all", axes.rows)
 
 
-def add_parts(build: Builder, dtype: str, fields: dict[str, Any]) -> None:
-    """Launches the sums over parts: ``fields`` of ``PartParams``, results of this ``dtype``."""
+def add_splits(build: Builder, dtype: str, fields: dict[str, Any]) -> None:
+    """Launches the sums over query splits: ``fields`` of ``SplitParams``, results of this ``dtype``."""
     arrays = ("partial_key" in fields) + ("partial_value" in fields)
     numbers = arrays * fields["size"] // 4 + ("partial_bias" in fields) * fields["rows"] * fields["length"]
-    build.launch(build.load(SumConfig(ELEMENTS[dtype]), "add_parts"), blocks(numbers, THREADS), THREADS,
-                 jit.params("common/sums.cu", "PartParams").pack_some(fields))
+    build.launch(build.load(SumConfig(ELEMENTS[dtype]), "add_splits"), blocks(numbers, THREADS), THREADS,
+                 jit.params("common/sums.cu", "SplitParams").pack_some(fields))
 
 
 def sum_to_bias(build: Builder, dbias: Array, bias: Operand, shape: tuple[int, int, int]) -> Array:
