@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         varlen_attention,
         varlen_dynamic_mask_attention,
     )
+    from cupy_dma.arrays import Array
     from cupy_dma.backends import get_available_backends
     from cupy_dma.backends.cuda.explain import explain
     from cupy_dma.backends.cuda.runtime.user_kernel import jit
@@ -28,12 +29,13 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["DynamicCache", "GatedCache", "IntervalMask", "attention", "backward", "distributed",
+__all__ = ["Array", "DynamicCache", "GatedCache", "IntervalMask", "attention", "backward", "distributed",
            "dynamic_mask_attention", "explain", "flash_dmattn", "get_available_backends", "jit", "key_scores",
            "policies", "varlen_attention", "varlen_dynamic_mask_attention"]
 
 _SUBMODULES = ("backward", "distributed", "flash_dmattn", "jax", "retrofit", "torch", "transformers")
 _MODULE_OF = {
+    "Array": "cupy_dma.arrays",
     "DynamicCache": "cupy_dma.cache",
     "GatedCache": "cupy_dma.cache",
     "IntervalMask": "cupy_dma.masks",

@@ -8,23 +8,24 @@ Query ``i`` stands at key position ``p_i = i + Lk - Lq``. A query with no visibl
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from cupy_dma import backends
-from cupy_dma.arrays import is_tensor
+from cupy_dma.arrays import Array, Ints, PageTable, Windows, is_tensor
 from cupy_dma.calls.attention import attention_call, dynamic_call
 from cupy_dma.calls.layout import in_bhnd, is_bnhd
+from cupy_dma.calls.mask import Mask
 from cupy_dma.calls.options import Options, Packing, Selection
 from cupy_dma.calls.run import run, run_dynamic
 from cupy_dma.calls.scores import recipe_of
 from cupy_dma.calls.varlen import varlen_call, varlen_dynamic_call
+from cupy_dma.masks import IntervalMask
 
 
-def attention(query: Any, key: Any, value: Any, *, mask: Any = None, bias: Any = None, bias_delay: int = 0,
-              causal: bool = False, scale: float | None = None, softcap: float = 0.0, sink_logits: Any = None,
-              deterministic: bool = False, return_lse: bool = False, layout: str | None = None,
-              backend: str | None = None) -> Any:
+def attention(query: Array, key: Array, value: Array, *, mask: Mask | None = None, bias: Array | None = None,
+              bias_delay: int = 0, causal: bool = False, scale: float | None = None, softcap: float = 0.0,
+              sink_logits: Array | None = None, deterministic: bool = False, return_lse: bool = False,
+              layout: str | None = None, backend: str | None = None) -> Any:
     """Attention over the visible keys, for arrays ``(B, L, H, D)``; ``layout="bhnd"`` takes SDPA's ``(B, H, L, D)``.
 
     Parameters
@@ -116,12 +117,13 @@ def attention(query: Any, key: Any, value: Any, *, mask: Any = None, bias: Any =
     return run(call, return_lse, backends.choose(backend, (call.query,)))
 
 
-def dynamic_mask_attention(query: Any, key: Any, value: Any, scores: Any = None, *, window: int | Sequence[int],
-                           dt_proj: Any = None, A: Any = None, dt_bias: Any = None, form: str = "exp",
-                           keys: str = "prefix", padding: Any = None, documents: Any = None, bias_delay: int = 0,
-                           causal: bool = True, scale: float | None = None, softcap: float = 0.0,
-                           sink_logits: Any = None, deterministic: bool = False, return_lse: bool = False,
-                           layout: str | None = None, backend: str | None = None) -> Any:
+def dynamic_mask_attention(query: Array, key: Array, value: Array, scores: Array | None = None, *, window: Windows,
+                           dt_proj: Array | None = None, A: Array | None = None, dt_bias: Array | None = None,
+                           form: str = "exp", keys: str = "prefix", padding: Array | None = None,
+                           documents: Array | None = None, bias_delay: int = 0, causal: bool = True,
+                           scale: float | None = None, softcap: float = 0.0, sink_logits: Array | None = None,
+                           deterministic: bool = False, return_lse: bool = False, layout: str | None = None,
+                           backend: str | None = None) -> Any:
     """Every query attends to its ``window`` highest-scored keys, with the scores as key bias.
 
     Arrays are ``(B, L, H, D)``; ``layout="bhnd"`` takes SDPA's ``(B, H, L, D)``. Equivalent to ``attention(query,
@@ -176,7 +178,7 @@ def dynamic_mask_attention(query: Any, key: Any, value: Any, scores: Any = None,
     return run_dynamic(call, return_lse, backends.choose(backend, (call.attention.query,)))
 
 
-def key_scores(value: Any, dt_proj: Any, A: Any, *, dt_bias: Any = None, form: str = "exp",
+def key_scores(value: Array, dt_proj: Array, A: Array, *, dt_bias: Array | None = None, form: str = "exp",
                layout: str | None = None, backend: str | None = None) -> Any:
     """Scores of all keys, by which ``IntervalMask.top_w`` ranks them, from a value ``(B, Lk, Hkv, D)``.
 
@@ -224,10 +226,11 @@ def key_scores(value: Any, dt_proj: Any, A: Any, *, dt_bias: Any = None, form: s
     return recipe[0].library.export(scores)
 
 
-def varlen_attention(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, *, mask: Any = None,
-                     bias: Any = None, bias_delay: int = 0, causal: bool = False, scale: float | None = None,
-                     softcap: float = 0.0, sink_logits: Any = None, deterministic: bool = False,
-                     return_lse: bool = False, block_table: Any = None, seqused_k: Any = None,
+def varlen_attention(query: Array, key: Array, value: Array, cu_seqlens_q: Ints, cu_seqlens_k: Ints | None, *,
+                     mask: IntervalMask | None = None, bias: Array | None = None, bias_delay: int = 0,
+                     causal: bool = False, scale: float | None = None, softcap: float = 0.0,
+                     sink_logits: Array | None = None, deterministic: bool = False, return_lse: bool = False,
+                     block_table: PageTable | None = None, seqused_k: Ints | None = None,
                      max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, tail_padding: bool = False,
                      backend: str | None = None) -> Any:
     """Attention within each of several packed sequences (varlen), for arrays ``(total, H, D)``.
@@ -299,15 +302,15 @@ def varlen_attention(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seq
     return run(call, return_lse, backends.choose(backend, (call.query,)))
 
 
-def varlen_dynamic_mask_attention(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seqlens_k: Any,
-                                  scores: Any = None, *, window: int | Sequence[int], dt_proj: Any = None,
-                                  A: Any = None, dt_bias: Any = None, form: str = "exp", keys: str = "prefix",
-                                  bias_delay: int = 0, causal: bool = True, scale: float | None = None,
-                                  softcap: float = 0.0, sink_logits: Any = None, deterministic: bool = False,
-                                  return_lse: bool = False, block_table: Any = None, seqused_k: Any = None,
-                                  max_seqlen_q: int | None = None,
-                                  max_seqlen_k: int | None = None, tail_padding: bool = False,
-                                  backend: str | None = None) -> Any:
+def varlen_dynamic_mask_attention(query: Array, key: Array, value: Array, cu_seqlens_q: Ints, cu_seqlens_k: Ints | None,
+                                  scores: Array | None = None, *, window: Windows, dt_proj: Array | None = None,
+                                  A: Array | None = None, dt_bias: Array | None = None, form: str = "exp",
+                                  keys: str = "prefix", bias_delay: int = 0, causal: bool = True,
+                                  scale: float | None = None, softcap: float = 0.0, sink_logits: Array | None = None,
+                                  deterministic: bool = False, return_lse: bool = False,
+                                  block_table: PageTable | None = None, seqused_k: Ints | None = None,
+                                  max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
+                                  tail_padding: bool = False, backend: str | None = None) -> Any:
     """Every query attends to the ``window`` highest-scored keys of its own sequence, with the scores as key bias.
 
     Arrays are ``(total, H, D)``, all sequences one after the other.

@@ -17,13 +17,13 @@ visible keys and keys that no query sees get exact zeros, and a NaN or infinity 
 """
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from cupy_dma import backends, checks
-from cupy_dma.arrays import Library
+from cupy_dma.arrays import Array, Ints, Library, PageTable, Windows
 from cupy_dma.calls.attention import attention_call, dynamic_call
 from cupy_dma.calls.gradients import (
     Upstream,
@@ -34,12 +34,14 @@ from cupy_dma.calls.gradients import (
     check_upstream,
     contiguous_floats,
 )
+from cupy_dma.calls.mask import Mask
 from cupy_dma.calls.options import Options, Packing, Selection
 from cupy_dma.calls.run import attention_of
 from cupy_dma.calls.scores import recipe_of
 from cupy_dma.calls.sinks import sink_gradient
 from cupy_dma.calls.types import AttentionCall
 from cupy_dma.calls.varlen import varlen_call
+from cupy_dma.masks import IntervalMask
 
 
 class _AttentionGradients(NamedTuple):
@@ -86,10 +88,11 @@ _ATTENTION_NEEDS = (*AttentionGradients._fields, "sink_logits")
 _DYNAMIC_NEEDS = (*DynamicGradients._fields, "sink_logits")
 
 
-def attention_backward(dout: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, *, mask: Any = None,
-                       bias: Any = None, bias_delay: int = 0, causal: bool = False, scale: float | None = None,
-                       softcap: float = 0.0, sink_logits: Any = None, deterministic: bool = False, dlse: Any = None,
-                       needs: Iterable[str] = _ATTENTION_NEEDS, backend: str | None = None) -> AttentionGradients:
+def attention_backward(dout: Array, query: Array, key: Array, value: Array, out: Array, lse: Array, *,
+                       mask: Mask | None = None, bias: Array | None = None, bias_delay: int = 0, causal: bool = False,
+                       scale: float | None = None, softcap: float = 0.0, sink_logits: Array | None = None,
+                       deterministic: bool = False, dlse: Array | None = None, needs: Iterable[str] = _ATTENTION_NEEDS,
+                       backend: str | None = None) -> AttentionGradients:
     """Gradients of ``cupy_dma.attention``, for arrays ``(B, L, H, D)``.
 
     Parameters
@@ -137,12 +140,14 @@ def attention_backward(dout: Any, query: Any, key: Any, value: Any, out: Any, ls
     return _gradients(call, check_upstream(call, dout, out, lse, dlse), wanted, backend)
 
 
-def varlen_attention_backward(dout: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, cu_seqlens_q: Any,
-                              cu_seqlens_k: Any, *, mask: Any = None, bias: Any = None, bias_delay: int = 0,
-                              causal: bool = False, scale: float | None = None, softcap: float = 0.0,
-                              sink_logits: Any = None, deterministic: bool = False, dlse: Any = None,
-                              block_table: Any = None, seqused_k: Any = None, max_seqlen_q: int | None = None,
-                              max_seqlen_k: int | None = None, needs: Iterable[str] = _ATTENTION_NEEDS,
+def varlen_attention_backward(dout: Array, query: Array, key: Array, value: Array, out: Array, lse: Array,
+                              cu_seqlens_q: Ints, cu_seqlens_k: Ints | None, *, mask: IntervalMask | None = None,
+                              bias: Array | None = None, bias_delay: int = 0, causal: bool = False,
+                              scale: float | None = None, softcap: float = 0.0, sink_logits: Array | None = None,
+                              deterministic: bool = False, dlse: Array | None = None,
+                              block_table: PageTable | None = None, seqused_k: Ints | None = None,
+                              max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
+                              needs: Iterable[str] = _ATTENTION_NEEDS,
                               backend: str | None = None) -> AttentionGradients:
     """Gradients of ``cupy_dma.varlen_attention``, for arrays ``(total, H, D)``.
 
@@ -212,8 +217,9 @@ def _sink_gradient(call: AttentionCall, upstream: Upstream) -> Any:
                                             None if dlse is None else dlse.array, call.sinks, call.query.dtype))
 
 
-def key_scores_backward(dscores: Any, value: Any, dt_proj: Any, A: Any, *, dt_bias: Any = None, form: str = "exp",
-                        needs: Iterable[str] = ScoreGradients._fields, backend: str | None = None) -> ScoreGradients:
+def key_scores_backward(dscores: Array, value: Array, dt_proj: Array, A: Array, *, dt_bias: Array | None = None,
+                        form: str = "exp", needs: Iterable[str] = ScoreGradients._fields,
+                        backend: str | None = None) -> ScoreGradients:
     """Gradients of ``cupy_dma.key_scores``, for a value ``(B, Lk, Hkv, D)``.
 
     Parameters
@@ -254,12 +260,12 @@ def key_scores_backward(dscores: Any, value: Any, dt_proj: Any, A: Any, *, dt_bi
 
 
 def dynamic_mask_attention_backward(
-        dout: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, scores: Any = None, *,
-        window: int | Sequence[int],
-        dt_proj: Any = None, A: Any = None, dt_bias: Any = None, form: str = "exp", keys: str = "prefix",
-        padding: Any = None, documents: Any = None, bias_delay: int = 0, causal: bool = True,
-        scale: float | None = None, softcap: float = 0.0, sink_logits: Any = None, deterministic: bool = False,
-        dlse: Any = None, needs: Iterable[str] = _DYNAMIC_NEEDS, backend: str | None = None) -> DynamicGradients:
+        dout: Array, query: Array, key: Array, value: Array, out: Array, lse: Array, scores: Array | None = None, *,
+        window: Windows, dt_proj: Array | None = None, A: Array | None = None, dt_bias: Array | None = None,
+        form: str = "exp", keys: str = "prefix", padding: Array | None = None, documents: Array | None = None,
+        bias_delay: int = 0, causal: bool = True, scale: float | None = None, softcap: float = 0.0,
+        sink_logits: Array | None = None, deterministic: bool = False, dlse: Array | None = None,
+        needs: Iterable[str] = _DYNAMIC_NEEDS, backend: str | None = None) -> DynamicGradients:
     """Gradients of ``cupy_dma.dynamic_mask_attention``, for arrays ``(B, L, H, D)``: scores and mask are recomputed.
 
     Parameters

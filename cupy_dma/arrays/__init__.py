@@ -24,9 +24,11 @@ from cupy_dma.arrays.library import (
 )
 from cupy_dma.arrays.numpy_cupy import CupyLibrary, NumpyLibrary
 from cupy_dma.arrays.torch_library import TorchLibrary
+from cupy_dma.arrays.types import Array, Ints, PageTable, Windows
 
-__all__ = ["ALIGNMENT", "CPU", "Device", "DlpackLibrary", "Library", "Operand", "describe", "is_exported", "is_tensor",
-           "library_named", "library_of", "numpy_dtype", "packed_strides", "strides_of"]
+__all__ = ["ALIGNMENT", "CPU", "Array", "Device", "DlpackLibrary", "Ints", "Library", "Operand", "PageTable", "Windows",
+           "describe", "is_exported", "is_tensor", "library_named", "library_of", "numpy_dtype", "packed_strides",
+           "strides_of"]
 
 
 class DlpackLibrary(Library):

@@ -6,9 +6,9 @@ may be overwritten; backends do the work (``cache_extend``).
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
+from cupy_dma.arrays import Array, Ints, Windows
 from cupy_dma.cache.arguments import extend_call
 from cupy_dma.cache.key_cache import KeyCache
 
@@ -63,16 +63,17 @@ class DynamicCache(KeyCache):
     synchronize. A cache carries no gradient.
     """
 
-    def __init__(self, batch: int, kv_heads: int, window: int | Sequence[int], head_dim: int,
-                 value_dim: int | None = None, dtype: Any = None, *, like: Any = None, sinks: int = 0, recent: int = 0,
+    def __init__(self, batch: int, kv_heads: int, window: Windows, head_dim: int, value_dim: int | None = None,
+                 dtype: Any = None, *, like: Array | None = None, sinks: int = 0, recent: int = 0,
                  record_stops: bool = False, backend: str | None = None):
         self._allocate(batch, kv_heads, window, head_dim, value_dim, dtype, like, sinks, recent, record_stops, backend)
 
     # ---- tokens -----------------------------------------------------------------------------------------------------
 
-    def extend(self, query: Any, key: Any, value: Any, scores: Any, *, bias_delay: int = 0,
-               scale: float | None = None, softcap: float = 0.0, lengths: Any = None, cu_seqlens: Any = None,
-               tail_padding: bool = False, return_lse: bool = False, out: Any = None) -> Any:
+    def extend(self, query: Array, key: Array, value: Array, scores: Array, *, bias_delay: int = 0,
+               scale: float | None = None, softcap: float = 0.0, lengths: Ints | None = None,
+               cu_seqlens: Ints | None = None, tail_padding: bool = False, return_lse: bool = False,
+               out: Array | tuple[Array, Array] | None = None) -> Any:
         """Append ``L >= 0`` tokens to every sequence and attend from them: a prompt, a chunk of one, or one new token.
 
         Parameters
@@ -118,8 +119,8 @@ class DynamicCache(KeyCache):
                            tail_padding, bias_delay)
         return self._extended(call, out)
 
-    def update(self, key: Any, value: Any, scores: Any, *, lengths: Any = None, cu_seqlens: Any = None,
-               tail_padding: bool = False) -> None:
+    def update(self, key: Array, value: Array, scores: Array, *, lengths: Ints | None = None,
+               cu_seqlens: Ints | None = None, tail_padding: bool = False) -> None:
         """Append tokens without queries. Arguments and errors as for ``extend``.
 
         >>> cache = DynamicCache(1, 2, window=4, head_dim=8, dtype="float32")

@@ -6,10 +6,10 @@ host reads when it cannot be sure that the next tokens fit.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from cupy_dma import checks
+from cupy_dma.arrays import Array, Ints, Windows
 from cupy_dma.cache.arguments import extend_call
 from cupy_dma.cache.key_cache import KeyCache
 from cupy_dma.cache.slots import index
@@ -70,8 +70,8 @@ class GatedCache(KeyCache):
     _room = 0  # without a capacity: so many tokens fit surely
 
     def __init__(self, batch: int, kv_heads: int, head_dim: int, value_dim: int | None = None, dtype: Any = None, *,
-                 delay: int, threshold: float, capacity: int | Sequence[int] | None = None, sinks: int = 0,
-                 like: Any = None, record_stops: bool = False, backend: str | None = None):
+                 delay: int, threshold: float, capacity: Windows | None = None, sinks: int = 0,
+                 like: Array | None = None, record_stops: bool = False, backend: str | None = None):
         delay, threshold = checks.delay(checks.whole(delay, "delay", 1)), checks.real(threshold, "threshold")
         self._grows = capacity is None
         window = ROWS if capacity is None else capacity
@@ -82,9 +82,10 @@ class GatedCache(KeyCache):
 
     # ---- tokens -----------------------------------------------------------------------------------------------------
 
-    def extend(self, query: Any, key: Any, value: Any, log_gate: Any, *, add_gates: bool = True,
-               scale: float | None = None, softcap: float = 0.0, lengths: Any = None, cu_seqlens: Any = None,
-               tail_padding: bool = False, return_lse: bool = False, out: Any = None) -> Any:
+    def extend(self, query: Array, key: Array, value: Array, log_gate: Array, *, add_gates: bool = True,
+               scale: float | None = None, softcap: float = 0.0, lengths: Ints | None = None,
+               cu_seqlens: Ints | None = None, tail_padding: bool = False, return_lse: bool = False,
+               out: Array | tuple[Array, Array] | None = None) -> Any:
         """Append ``L >= 0`` tokens to every sequence and attend from them: a prompt, a chunk of one, or one new token.
 
         Parameters
@@ -116,8 +117,8 @@ class GatedCache(KeyCache):
         call.is_biased = checks.flag(add_gates, "add_gates")
         return self._extended(call, out)
 
-    def update(self, key: Any, value: Any, log_gate: Any, *, lengths: Any = None, cu_seqlens: Any = None,
-               tail_padding: bool = False) -> None:
+    def update(self, key: Array, value: Array, log_gate: Array, *, lengths: Ints | None = None,
+               cu_seqlens: Ints | None = None, tail_padding: bool = False) -> None:
         """Append tokens without queries. Arguments and errors as for ``extend``.
 
         >>> cache = dma.GatedCache(1, 2, head_dim=8, dtype="float32", delay=3, threshold=-1.0)

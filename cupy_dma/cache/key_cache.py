@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from cupy_dma import backends, checks
-from cupy_dma.arrays import describe, numpy_dtype
+from cupy_dma.arrays import Ints, describe, numpy_dtype
 from cupy_dma.cache.arguments import batch_rows, type_name
 from cupy_dma.cache.record import NAME, Record, stops
 from cupy_dma.cache.slots import AFTER_ALL, index, needed
@@ -195,7 +195,7 @@ class KeyCache:
 
     # ---- whole sequences --------------------------------------------------------------------------------------------
 
-    def reorder(self, indices: Any) -> None:
+    def reorder(self, indices: Ints) -> None:
         """Replace sequence ``b`` by the former sequence ``indices[b]``, in place: a step of beam search.
 
         ``indices``: int32 or int64 array ``(B,)`` of the cache's library and device, or a list of ints.
@@ -206,7 +206,7 @@ class KeyCache:
             copy_rows(self._state, self._state, rows)
             self._record = record
 
-    def select_batch(self: Own, indices: Any) -> Own:
+    def select_batch(self: Own, indices: Ints) -> Own:
         """A new cache of the sequences ``indices (n,)``, as for ``reorder``; they may repeat."""
         return self._copied(batch_rows(indices, self._state.key, self._state.batch))
 

@@ -7,11 +7,13 @@ work and memory are linear in the keys instead of the pairs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from cupy_dma import checks
-from cupy_dma.arrays import Operand, library_of
+from cupy_dma.arrays import Array, Operand, library_of
 from cupy_dma.masks.interval import EVER, NEVER, Hints, IntervalMask
+
+Mask: TypeAlias = IntervalMask | Array | Sequence[IntervalMask | Array]
 
 
 def masks_in(mask: Any) -> tuple[Any, ...]:

@@ -1,12 +1,12 @@
 """Dynamic mask attention of one sequence over several ranks."""
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cupy_dma.arrays import Windows
 from cupy_dma.distributed.agreement import Agreement
 from cupy_dma.distributed.arguments import Arguments, process_group
 from cupy_dma.distributed.exchange import Exchange, joined
@@ -20,7 +20,7 @@ from cupy_dma.torch.scores import key_scores
 
 @torch.compiler.disable
 def context_parallel_attention(query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None = None, *,
-                               window: int | Sequence[int], group: Any = None, sinks: int = 0, recent: int = 0,
+                               window: Windows, group: Any = None, sinks: int = 0, recent: int = 0,
                                dt_proj: Tensor | None = None, A: Tensor | None = None, dt_bias: Tensor | None = None,
                                form: str = "exp", padding: Tensor | None = None, documents: Tensor | None = None,
                                bias_delay: int = 0, scale: float | None = None, softcap: float = 0.0,
@@ -98,8 +98,8 @@ def context_parallel_attention(query: Tensor, key: Tensor, value: Tensor, scores
                      return_lse=return_lse, layout="bnhd", backend=backend)
 
 
-def exchanged_bytes(batch: int, kv_heads: int, head_dim: int, dtype: torch.dtype, window: int | Sequence[int], *,
-                    world: int, rank: int = 0, sinks: int = 0, recent: int = 0, bias_delay: int = 0) -> tuple[int, int]:
+def exchanged_bytes(batch: int, kv_heads: int, head_dim: int, dtype: torch.dtype, window: Windows, *, world: int,
+                    rank: int = 0, sinks: int = 0, recent: int = 0, bias_delay: int = 0) -> tuple[int, int]:
     """Bytes that a rank receives in the forward and in the backward pass of one call, whatever the lengths.
 
     Forward: one all-gather, from each of ``world - 1`` ranks ``window + sinks + recent`` rows per batch entry and kv

@@ -6,7 +6,7 @@ same shapes and types, without values and without memory.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,8 @@ import numpy as np
 from cupy_dma import backends, checks
 from cupy_dma.arrays import Device, Operand, library_named
 from cupy_dma.calls.layout import is_bnhd
+
+Array: TypeAlias = "jax.Array | np.ndarray"  # what functions take; they return jax.Array
 
 _AXES = {"query": "(B, Lq, H, D)", "key": "(B, Lk, Hkv, D)", "value": "(B, Lk, Hkv, D)"}
 

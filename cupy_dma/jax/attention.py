@@ -1,17 +1,18 @@
 """Attention for jax arrays: the arguments are checked and the task is fixed when a function is traced."""
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
 from cupy_dma import checks
+from cupy_dma.arrays import Windows
 from cupy_dma.calls.attention import attention_call, dynamic_call
 from cupy_dma.calls.mask import masks_in
 from cupy_dma.calls.options import Options, Selection
 from cupy_dma.calls.types import AttentionCall
 from cupy_dma.jax.arguments import (
+    Array,
     as_array,
     check_backend,
     in_bhnd,
@@ -22,17 +23,17 @@ from cupy_dma.jax.arguments import (
 )
 from cupy_dma.jax.batching import alike
 from cupy_dma.jax.derivatives import add_sinks, attend
-from cupy_dma.jax.masks import IntervalMask, intersect
+from cupy_dma.jax.masks import IntervalMask, Mask, intersect
 from cupy_dma.jax.scores import candidates, keeps_all, key_scores, widened
 from cupy_dma.jax.tasks import Task
 from cupy_dma.masks import interval
 from cupy_dma.masks.selection import selection_hints
 
 
-def attention(query: Any, key: Any, value: Any, *, mask: Any = None, bias: Any = None, bias_delay: int = 0,
-              causal: bool = False, scale: float | None = None, softcap: float = 0.0, sink_logits: Any = None,
-              deterministic: bool = False, return_lse: bool = False, layout: str | None = None,
-              backend: str | None = None) -> Any:
+def attention(query: Array, key: Array, value: Array, *, mask: Mask | None = None, bias: Array | None = None,
+              bias_delay: int = 0, causal: bool = False, scale: float | None = None, softcap: float = 0.0,
+              sink_logits: Array | None = None, deterministic: bool = False, return_lse: bool = False,
+              layout: str | None = None, backend: str | None = None) -> Any:
     """``cupy_dma.attention`` of jax arrays, with gradients for ``query``, ``key``, ``value``, ``bias`` and
     ``sink_logits``.
 
@@ -84,12 +85,13 @@ def attention(query: Any, key: Any, value: Any, *, mask: Any = None, bias: Any =
     return _attended(task, floats, others, call, sinks, return_lse)
 
 
-def dynamic_mask_attention(query: Any, key: Any, value: Any, scores: Any = None, *, window: int | Sequence[int],
-                           dt_proj: Any = None, A: Any = None, dt_bias: Any = None, form: str = "exp",
-                           keys: str = "prefix", padding: Any = None, documents: Any = None, bias_delay: int = 0,
-                           causal: bool = True, scale: float | None = None, softcap: float = 0.0,
-                           sink_logits: Any = None, deterministic: bool = False, return_lse: bool = False,
-                           layout: str | None = None, backend: str | None = None) -> Any:
+def dynamic_mask_attention(query: Array, key: Array, value: Array, scores: Array | None = None, *, window: Windows,
+                           dt_proj: Array | None = None, A: Array | None = None, dt_bias: Array | None = None,
+                           form: str = "exp", keys: str = "prefix", padding: Array | None = None,
+                           documents: Array | None = None, bias_delay: int = 0, causal: bool = True,
+                           scale: float | None = None, softcap: float = 0.0, sink_logits: Array | None = None,
+                           deterministic: bool = False, return_lse: bool = False, layout: str | None = None,
+                           backend: str | None = None) -> Any:
     """``cupy_dma.dynamic_mask_attention`` of jax arrays, with gradients for ``query``, ``key``, ``value``, ``scores``
     and ``sink_logits``, or through the scores for ``value`` (both terms), ``dt_proj``, ``A`` and ``dt_bias``.
 

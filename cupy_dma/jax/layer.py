@@ -1,7 +1,6 @@
 """Dynamic mask attention as a layer of flax.nnx that learns its key scores."""
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,8 +8,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from cupy_dma import checks
+from cupy_dma.arrays import Windows
 from cupy_dma.calls.scores import FORMS
-from cupy_dma.jax.arguments import rows
+from cupy_dma.jax.arguments import Array, rows
 from cupy_dma.jax.attention import attention, dynamic_mask_attention
 from cupy_dma.jax.masks import IntervalMask
 from cupy_dma.jax.scores import key_scores, top_w
@@ -60,7 +60,7 @@ class DynamicMaskAttention(nnx.Module):
         An argument has the wrong type or value.
     """
 
-    def __init__(self, kv_heads: int, head_dim: int, window: int | Sequence[int], *, sinks: int = 0, recent: int = 0,
+    def __init__(self, kv_heads: int, head_dim: int, window: Windows, *, sinks: int = 0, recent: int = 0,
                  bias_delay: int = 0, dt_bias: bool = False, A_init: float = 0.0, form: str = "exp",
                  keys: str = "prefix", causal: bool = True, scale: float | None = None, softcap: float = 0.0,
                  deterministic: bool = False, backend: str | None = None, dtype: Any = jnp.float32, rngs: nnx.Rngs):
@@ -87,8 +87,8 @@ class DynamicMaskAttention(nnx.Module):
         self.dt_proj = nnx.Linear(self.kv_heads * self.head_dim, self.kv_heads, param_dtype=dtype,
                                   use_bias=checks.flag(dt_bias, "dt_bias"), kernel_init=_kernel_init, rngs=rngs)
 
-    def __call__(self, query: Any, key: Any, value: Any, *, padding: Any = None, documents: Any = None,
-                 return_lse: bool = False) -> Any:
+    def __call__(self, query: Array, key: Array, value: Array, *, padding: Array | None = None,
+                 documents: Array | None = None, return_lse: bool = False) -> Any:
         """Attention of whole sequences.
 
         Parameters
@@ -127,7 +127,7 @@ class DynamicMaskAttention(nnx.Module):
             query, key, value, window=self.window, **self._given(value), keys=self.keys, padding=padding,
             documents=documents, causal=self.causal, **options)
 
-    def scores(self, value: Any) -> jax.Array:
+    def scores(self, value: Array) -> jax.Array:
         """Scores ``(B, Hkv, Lk)`` of the keys with these values ``(B, Lk, Hkv, D)``; float32 (float64 for float64),
         differentiable. See ``cupy_dma.key_scores``."""
         self._check(value, "value")

@@ -8,14 +8,15 @@ functions accept both kinds, and ``IntervalMask.of`` converts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from cupy_dma import checks
-from cupy_dma.jax.arguments import as_array, is_traced
+from cupy_dma.arrays import Windows
+from cupy_dma.jax.arguments import Array, as_array, is_traced
 from cupy_dma.masks import interval
 from cupy_dma.masks.operators import MaskOperators
 from cupy_dma.masks.runs import EVER, NEVER, UNKNOWN, Hints, Runs, gated, intersection, union
@@ -45,7 +46,7 @@ class IntervalMask(MaskOperators):
     __slots__ = ("_hints", "start", "stop")
     __hash__ = None  # type: ignore[assignment]
 
-    def __init__(self, start: Any, stop: Any):
+    def __init__(self, start: Array, stop: Array):
         runs = as_array(start, "start"), as_array(stop, "stop")
         for run, name in zip(runs, ("start", "stop")):
             if run.dtype != jnp.int32:
@@ -116,7 +117,7 @@ class IntervalMask(MaskOperators):
         return cls.of(interval.IntervalMask.causal(key_length))
 
     @classmethod
-    def sliding_window(cls, key_length: int, window: int | Sequence[int]) -> IntervalMask:
+    def sliding_window(cls, key_length: int, window: Windows) -> IntervalMask:
         """Every position sees the last ``window`` keys, including its own. Several ints: one window per head."""
         return cls.of(interval.IntervalMask.sliding_window(key_length, window))
 
@@ -126,7 +127,7 @@ class IntervalMask(MaskOperators):
         return cls.of(interval.IntervalMask.sinks(key_length, count))
 
     @classmethod
-    def from_gate(cls, bias: Any, *, delay: int, threshold: Any, sinks: int = 0) -> IntervalMask:
+    def from_gate(cls, bias: Array, *, delay: int, threshold: Any, sinks: int = 0) -> IntervalMask:
         """Learned eviction: if ``bias[j] < threshold`` and ``j >= sinks``, key ``j`` is visible at ``delay`` positions,
         starting with its own; otherwise from its own on. ``bias``: float ``(Lk,)``, ``(1|Hkv|H, Lk)`` or
         ``(1|B, 1|Hkv|H, Lk)``; ``threshold`` may be traced."""
@@ -141,7 +142,7 @@ class IntervalMask(MaskOperators):
         return cls._of(Runs(key, gated(jnp, gate, key, jnp.int32(NEVER), distance, least, first), Hints("key")))
 
     @classmethod
-    def padding(cls, padding: Any) -> IntervalMask:
+    def padding(cls, padding: Array) -> IntervalMask:
         """Real keys are visible at every position, padding at none. ``padding (B, Lk)``: bool, or integers 0 and 1;
         True or 1 = real."""
         real = real_keys(padding)
@@ -188,6 +189,9 @@ class IntervalMask(MaskOperators):
 
 
 # ---- the argument ``mask`` ------------------------------------------------------------------------------------------
+
+_OneMask: TypeAlias = "IntervalMask | interval.IntervalMask | Array"
+Mask: TypeAlias = "_OneMask | Sequence[_OneMask]"
 
 
 def real_keys(padding: Any) -> jax.Array:

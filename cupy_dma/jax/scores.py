@@ -1,15 +1,16 @@
 """Key scores and their selection for jax arrays."""
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from cupy_dma import checks
+from cupy_dma.arrays import Windows
 from cupy_dma.calls.scores import recipe_of
 from cupy_dma.jax.arguments import (
+    Array,
     as_array,
     check_backend,
     checked_documents,
@@ -28,8 +29,8 @@ from cupy_dma.masks.selection import selection_hints
 from cupy_dma.masks.windows import Window, narrowest, window_of
 
 
-def key_scores(value: Any, dt_proj: Any, A: Any, *, dt_bias: Any = None, form: str = "exp", layout: str | None = None,
-               backend: str | None = None) -> jax.Array:
+def key_scores(value: Array, dt_proj: Array, A: Array, *, dt_bias: Array | None = None, form: str = "exp",
+               layout: str | None = None, backend: str | None = None) -> jax.Array:
     """``cupy_dma.key_scores`` of jax arrays, with gradients for ``value``, ``dt_proj``, ``A`` and ``dt_bias``.
 
     Parameters
@@ -64,8 +65,8 @@ def key_scores(value: Any, dt_proj: Any, A: Any, *, dt_bias: Any = None, form: s
     return scored(Task("key_scores", backend, form), *alike(floats))
 
 
-def top_w(scores: Any, window: int | Sequence[int], *, keys: str = "prefix", padding: Any = None, documents: Any = None,
-          backend: str | None = None) -> IntervalMask:
+def top_w(scores: Array, window: Windows, *, keys: str = "prefix", padding: Array | None = None,
+          documents: Array | None = None, backend: str | None = None) -> IntervalMask:
     """``cupy_dma.IntervalMask.top_w`` of jax arrays: the ``window`` highest-ranked keys.
 
     Parameters

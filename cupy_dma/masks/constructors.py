@@ -1,13 +1,12 @@
 """Mask constructors that need no scores. All arrays are int32, of size O(Lk)."""
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cupy_dma import checks
-from cupy_dma.arrays import CPU, Device, Library, Operand, describe, library_named
+from cupy_dma.arrays import CPU, Array, Device, Library, Operand, Windows, describe, library_named
 from cupy_dma.masks.documents import check_documents, document_runs, documents_mask
 from cupy_dma.masks.runs import EVER, NEVER, Hints, Runs, covers, gated
 from cupy_dma.masks.windows import each_head, narrowest, widest, window_of
@@ -26,7 +25,7 @@ class Constructors:
         raise NotImplementedError
 
     @classmethod
-    def causal(cls, key_length: int, *, like: Any = None) -> IntervalMask:
+    def causal(cls, key_length: int, *, like: Array | None = None) -> IntervalMask:
         """Every position sees its own key and all earlier ones. ``like``: the mask gets its library and device."""
         n = checks.whole(key_length, "key_length", 0)
         library, device = library_and_device(like)
@@ -34,7 +33,7 @@ class Constructors:
                              Hints("key", causal_only=True)))
 
     @classmethod
-    def sliding_window(cls, key_length: int, window: int | Sequence[int], *, like: Any = None) -> IntervalMask:
+    def sliding_window(cls, key_length: int, window: Windows, *, like: Array | None = None) -> IntervalMask:
         """Every position sees the last ``window`` keys, including its own. Several ints: one window per head."""
         n, windows = checks.whole(key_length, "key_length", 0), window_of(window)
         library, device = library_and_device(like)
@@ -46,7 +45,7 @@ class Constructors:
         return cls._of(library, Runs(start, stop, Hints("key", (widest(windows), 1), covers(narrowest(windows), n))))
 
     @classmethod
-    def sinks(cls, key_length: int, count: int, *, like: Any = None) -> IntervalMask:
+    def sinks(cls, key_length: int, count: int, *, like: Array | None = None) -> IntervalMask:
         """Attention sinks: only the first ``count`` keys, each from its own position on. For unions."""
         n, c = checks.whole(key_length, "key_length", 0), checks.whole(count, "count", 0)
         library, device = library_and_device(like)
@@ -56,7 +55,7 @@ class Constructors:
         return cls._of(library, Runs(start, stop, Hints("key", (c, 0), covers(c, n))))
 
     @classmethod
-    def prefix_lm(cls, key_length: int, prefix_length: Any, *, like: Any = None) -> IntervalMask:
+    def prefix_lm(cls, key_length: int, prefix_length: int | Array, *, like: Array | None = None) -> IntervalMask:
         """The first ``prefix_length`` keys (int, or integer array ``(B,)``) are visible everywhere, the rest causal.
 
         >>> IntervalMask.prefix_lm(4, 2).to_dense(4)[0, 0].astype(int)
@@ -84,7 +83,7 @@ class Constructors:
         return cls._of(library, Runs(start, library.full((n,), NEVER, "int32", device)))
 
     @classmethod
-    def padding(cls, padding: Any) -> IntervalMask:
+    def padding(cls, padding: Array) -> IntervalMask:
         """Real keys are visible at every position, padding at none. ``padding (B, Lk)``: bool, or integers 0 and 1;
         True or 1 = real."""
         real = checks.real_keys(describe(padding, "padding"))
@@ -97,7 +96,7 @@ class Constructors:
         return cls._of(library, Runs(start, stop[:, None], Hints("open")))
 
     @classmethod
-    def from_stop(cls, stop: Any, *, window: int | None = None) -> IntervalMask:
+    def from_stop(cls, stop: Array, *, window: int | None = None) -> IntervalMask:
         """The mask of any eviction policy: key ``j`` is visible from its own position until it is evicted.
 
         Parameters
@@ -139,7 +138,7 @@ class Constructors:
         return cls._of(library, Runs(start, end, Hints("key", (limit, 1))))
 
     @classmethod
-    def from_gate(cls, bias: Any, *, delay: int, threshold: float, sinks: int = 0) -> IntervalMask:
+    def from_gate(cls, bias: Array, *, delay: int, threshold: float, sinks: int = 0) -> IntervalMask:
         """Learned eviction: a key with a closed gate is evicted ``delay`` positions after its own.
 
         Parameters
@@ -181,7 +180,7 @@ class Constructors:
         return cls._of(library, Runs(key, stop, Hints("key")))
 
     @classmethod
-    def from_startend(cls, startend_row_indices: Any, *, causal: bool = True, check: bool = True) -> IntervalMask:
+    def from_startend(cls, startend_row_indices: Array, *, causal: bool = True, check: bool = True) -> IntervalMask:
         """The mask that FlashMask (arXiv 2410.01359) describes by columns, for as many queries as keys.
 
         The array is that of PaddlePaddle's ``flashmask_attention``, but may have query heads, too; rows are queries.
@@ -241,7 +240,7 @@ class Constructors:
             return cls._of(library, Runs(start, xp.where(hidden & ~late, first, never)))
 
     @classmethod
-    def documents(cls, documents: Any, *, key_length: int | None = None, causal: bool = True) -> IntervalMask:
+    def documents(cls, documents: Array, *, key_length: int | None = None, causal: bool = True) -> IntervalMask:
         """Every position sees the keys of its own document; with ``causal``, only those up to itself.
 
         Parameters

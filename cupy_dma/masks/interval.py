@@ -8,12 +8,11 @@ memory and work are ``O(Lk)``, never ``O(Lq * Lk)``. An open start is ``EVER`` (
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
 from cupy_dma import backends, checks
-from cupy_dma.arrays import Library, Operand, describe
+from cupy_dma.arrays import Array, Library, Operand, Windows, describe
 from cupy_dma.masks.constructors import Constructors, library_and_device, positions
 from cupy_dma.masks.derived import History
 from cupy_dma.masks.operators import MaskOperators
@@ -72,7 +71,7 @@ class IntervalMask(Constructors, MaskOperators, Pictures):
     # fields of _hints. _cache, _history: what backends derive from the mask (derived.py). _facts: what
     # torch's look-up of calls knows of the mask.
 
-    def __init__(self, start: Any, stop: Any):
+    def __init__(self, start: Array, stop: Array):
         operands = describe(start, "start"), describe(stop, "stop")
         checks.require_same_device(operands)
         for operand in operands:
@@ -143,8 +142,8 @@ class IntervalMask(Constructors, MaskOperators, Pictures):
     # ---- selection --------------------------------------------------------------------------------------------------
 
     @classmethod
-    def top_w(cls, scores: Any, window: int | Sequence[int], *, keys: str = "prefix", padding: Any = None,
-              documents: Any = None, backend: str | None = None) -> IntervalMask:
+    def top_w(cls, scores: Array, window: Windows, *, keys: str = "prefix", padding: Array | None = None,
+              documents: Array | None = None, backend: str | None = None) -> IntervalMask:
         """The dynamic mask: the ``window`` highest-ranked keys.
 
         Parameters
@@ -253,7 +252,7 @@ class IntervalMask(Constructors, MaskOperators, Pictures):
 
     # ---- views of the mask ------------------------------------------------------------------------------------------
 
-    def to(self, like: Any) -> IntervalMask:
+    def to(self, like: Array) -> IntervalMask:
         """The same mask with arrays of ``like``'s library on ``like``'s device (copied through the host)."""
         library, device = library_and_device(like)
         if (library.name, device) == (self.library.name, self.device):

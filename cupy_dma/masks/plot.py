@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from cupy_dma import checks
-from cupy_dma.arrays import Library, Operand
+from cupy_dma.arrays import Array, Library, Operand
 from cupy_dma.masks import plot_data
 
 ALIVE, EVICTED, HIDDEN = "tab:blue", "tab:orange", "0.93"  # colours; hidden keys are light grey
@@ -67,8 +67,8 @@ class Pictures:
         ax.set_ylabel("query")
         return _saved(ax, path)
 
-    def plot_lifetimes(self, scores: Any = None, *, batch: int = 0, head: int = 0, ax: Any = None, path: Any = None,
-                       max_keys: int = 256) -> Any:
+    def plot_lifetimes(self, scores: Array | None = None, *, batch: int = 0, head: int = 0, ax: Any = None,
+                       path: Any = None, max_keys: int = 256) -> Any:
         """Plot every key as a bar from its ``start`` to its ``stop``, coloured by its score.
 
         Parameters
@@ -165,7 +165,7 @@ class Pictures:
                      f"{alive.sum():,} still visible", fontsize="medium")
         return _saved(ax, path)
 
-    def plot_attention(self, query: Any, key: Any, *, bias: Any = None, rows: Sequence[int] | None = None,
+    def plot_attention(self, query: Array, key: Array, *, bias: Array | None = None, rows: Sequence[int] | None = None,
                        scale: float | None = None, softcap: float = 0.0, batch: int = 0, head: int = 0, ax: Any = None,
                        path: Any = None, max_size: int = 512) -> Any:
         """Plot the attention weights of a few queries, each as a strip over all keys; keys they do not see are grey.

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from cupy_dma import checks
-from cupy_dma.arrays import Library, Operand, describe
+from cupy_dma.arrays import Array, Library, Operand, describe
 from cupy_dma.masks.interval import NEVER
 
 
@@ -53,7 +53,7 @@ POLICIES: dict[str, Callable[[Step], Any]] = {
 }
 
 
-def evictions(query: Any, key: Any, budget: int, policy: str | Callable[[Step], Any], *, sinks: int = 0,
+def evictions(query: Array, key: Array, budget: int, policy: str | Callable[[Step], Any], *, sinks: int = 0,
               recent: int = 0, scale: float | None = None) -> Any:
     """Simulate a cache that evicts, token by token, and say until when each key was kept.
 
@@ -128,7 +128,7 @@ def evictions(query: Any, key: Any, budget: int, policy: str | Callable[[Step], 
         return library.export(stop)
 
 
-def snapkv(query: Any, key: Any, budget: int, prompt: int, *, window: int = 32, pool: int = 5,
+def snapkv(query: Array, key: Array, budget: int, prompt: int, *, window: int = 32, pool: int = 5,
            scale: float | None = None) -> Any:
     """SnapKV (arXiv 2404.14469): at the end of a prompt, keep its last ``window`` keys and those that their queries
     attend to most.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from cupy_dma import backends, checks
-from cupy_dma.arrays import library_named
+from cupy_dma.arrays import Windows, library_named
 from cupy_dma.calls.attention import dynamic_call
 from cupy_dma.calls.gradients import INPUTS
 from cupy_dma.calls.layout import in_bhnd, is_bnhd
@@ -52,8 +52,7 @@ from cupy_dma.torch.registration import (
 from cupy_dma.torch.sinks import check_sinks, delivered
 
 
-def dynamic_mask_attention(query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None = None, *,
-                           window: int | Sequence[int],
+def dynamic_mask_attention(query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None = None, *, window: Windows,
                            dt_proj: Tensor | None = None, A: Tensor | None = None, dt_bias: Tensor | None = None,
                            form: str = "exp", keys: str = "prefix", padding: Tensor | None = None,
                            documents: Tensor | None = None, bias_delay: int = 0, causal: bool = True,

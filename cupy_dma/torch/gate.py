@@ -89,7 +89,7 @@ class RetentionGate(Layer):
 
     def __init__(self, width: int, kv_heads: int, *, hidden: int | None = None, delay: int = 256, sinks: int = 4,
                  threshold: float = -12.0, temperature: float = 0.1, offset: float = 5.0, gain: float = 100.0,
-                 device: Any = None, dtype: Any = None):
+                 device: torch.device | str | int | None = None, dtype: torch.dtype | None = None):
         super().__init__()
         self._fix(width=checks.whole(width, "width", 1), kv_heads=checks.whole(kv_heads, "kv_heads", 1),
                   hidden=optional(at_least(1))(hidden, "hidden"))

@@ -2,13 +2,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from cupy_dma import checks, distributed
+from cupy_dma.arrays import Windows
 from cupy_dma.cache import DynamicCache
 from cupy_dma.calls.scores import FORMS
 from cupy_dma.torch.attention import attention
@@ -81,11 +81,11 @@ class DynamicMaskAttention(Layer):
         "deterministic": checks.flag, "backend": backend_name, "A_init": checks.real}
     FIXED = ("kv_heads", "head_dim", "dt_bias")
 
-    def __init__(self, kv_heads: int, head_dim: int, window: int | Sequence[int], *, sinks: int = 0, recent: int = 0,
+    def __init__(self, kv_heads: int, head_dim: int, window: Windows, *, sinks: int = 0, recent: int = 0,
                  bias_delay: int = 0, dt_bias: bool = False, A_init: float = 0.0, form: str = "exp",
                  keys: str = "prefix", causal: bool = True, scale: float | None = None, softcap: float = 0.0,
                  deterministic: bool = False, backend: str | None = None, process_group: Any = None,
-                 device: Any = None, dtype: Any = None):
+                 device: torch.device | str | int | None = None, dtype: torch.dtype | None = None):
         super().__init__()
         self._fix(kv_heads=checks.whole(kv_heads, "kv_heads", 1), head_dim=checks.whole(head_dim, "head_dim", 1))
         if self.head_dim > 256:
@@ -211,7 +211,8 @@ class DynamicMaskAttention(Layer):
 
     # ---- decoding ---------------------------------------------------------------------------------------------------
 
-    def make_cache(self, batch: int, *, dtype: Any = None, device: Any = None) -> DynamicCache:
+    def make_cache(self, batch: int, *, dtype: torch.dtype | None = None,
+                   device: torch.device | str | int | None = None) -> DynamicCache:
         """An empty cache of ``batch`` sequences for ``extend``, with the layer's sizes and options.
 
         Parameters

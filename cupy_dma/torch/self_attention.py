@@ -8,7 +8,6 @@ The same parameters serve whole sequences, padded or packed, and decoding with a
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as checkpointed
 
 from cupy_dma import checks
-from cupy_dma.arrays import is_exported
+from cupy_dma.arrays import Windows, is_exported
 from cupy_dma.cache import DynamicCache
 from cupy_dma.torch.module import DynamicMaskAttention
 from cupy_dma.torch.options import Check, Layer, of_core, optional
@@ -83,12 +82,13 @@ class DynamicMaskSelfAttention(Layer):
         "rope": optional(checks.real), "checkpoint": checks.flag, "batch_first": checks.flag}
     FIXED = ("width", "heads", "kv_heads", "head_dim", "qk_norm", "bias", "dt_bias")
 
-    def __init__(self, width: int, heads: int, kv_heads: int | None = None, window: int | Sequence[int] = 2048, *,
+    def __init__(self, width: int, heads: int, kv_heads: int | None = None, window: Windows = 2048, *,
                  head_dim: int | None = None, rope: float | None = 10000.0, qk_norm: bool = False, sinks: int = 0,
                  recent: int = 0, bias_delay: int = 0, form: str = "exp", dt_bias: bool = False, A_init: float = 0.0,
                  scale: float | None = None, softcap: float = 0.0, bias: bool = False, checkpoint: bool = False,
                  batch_first: bool = True, deterministic: bool = False, backend: str | None = None,
-                 process_group: Any = None, device: Any = None, dtype: Any = None):
+                 process_group: Any = None, device: torch.device | str | int | None = None,
+                 dtype: torch.dtype | None = None):
         super().__init__()
         width, heads = checks.whole(width, "width", 1), checks.whole(heads, "heads", 1)
         kv_heads = heads if kv_heads is None else checks.whole(kv_heads, "kv_heads", 1)
@@ -138,7 +138,8 @@ class DynamicMaskSelfAttention(Layer):
         for module in self.children():
             module.reset_parameters()
 
-    def make_cache(self, batch: int, *, dtype: Any = None, device: Any = None) -> DynamicCache:
+    def make_cache(self, batch: int, *, dtype: torch.dtype | None = None,
+                   device: torch.device | str | int | None = None) -> DynamicCache:
         """An empty cache of ``batch`` sequences for ``forward(x, cache=...)``; arguments as for
         ``DynamicMaskAttention.make_cache``. Type and device are those of the projections; the parameters of the scores
         may have another type."""

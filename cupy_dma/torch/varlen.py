@@ -2,13 +2,13 @@
 sequences."""
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cupy_dma import backends, checks
+from cupy_dma.arrays import Windows
 from cupy_dma.calls.options import Options, Packing, Selection
 from cupy_dma.calls.varlen import varlen_call, varlen_dynamic_call
 from cupy_dma.masks.interval import IntervalMask
@@ -70,12 +70,10 @@ def varlen_attention(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Te
 
 
 def varlen_dynamic_mask_attention(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor,
-                                  cu_seqlens_k: Tensor | None, scores: Tensor | None = None, *,
-                                  window: int | Sequence[int],
-                                  dt_proj: Tensor | None = None, A: Tensor | None = None,
-                                  dt_bias: Tensor | None = None, form: str = "exp", keys: str = "prefix",
-                                  bias_delay: int = 0, causal: bool = True, scale: float | None = None,
-                                  softcap: float = 0.0, sink_logits: Tensor | None = None,
+                                  cu_seqlens_k: Tensor | None, scores: Tensor | None = None, *, window: Windows,
+                                  dt_proj: Tensor | None = None, A: Tensor | None = None, dt_bias: Tensor | None = None,
+                                  form: str = "exp", keys: str = "prefix", bias_delay: int = 0, causal: bool = True,
+                                  scale: float | None = None, softcap: float = 0.0, sink_logits: Tensor | None = None,
                                   deterministic: bool = False, return_lse: bool = False,
                                   block_table: Tensor | None = None, seqused_k: Tensor | None = None,
                                   max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,

@@ -40,22 +40,37 @@ def test_the_changelog_names_every_public_name():
         assert f"`{name}`" in text or f"cupy_dma.{name}`" in text, name
 
 
-@pytest.mark.parametrize("error", [False, True], ids=["sound", "with a mistake"])
-def test_types_of_a_strict_user(tmp_path, error):
-    pytest.importorskip("mypy")
-    text = (ROOT / "tests" / "project" / "typed_user.py").read_text()
-    if error:
-        text = text.replace("window=8)\n    scores", 'window="8")\n    scores')
-    (tmp_path / "user.py").write_text(text)
+def checked(text, folder) -> subprocess.CompletedProcess:
+    """What ``mypy --strict`` says of a user's file."""
+    (folder / "user.py").write_text(text)
     command = [sys.executable, "-m", "mypy", "--strict", "--config-file=", "--follow-imports=silent", "user.py"]
-    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "MYPYPATH": str(ROOT)}, capture_output=True,
+    return subprocess.run(command, cwd=folder, env={**os.environ, "MYPYPATH": str(ROOT)}, capture_output=True,
                           text=True)
-    assert (done.returncode == 0) != error, done.stdout + done.stderr
-    assert 'has incompatible type "str"; expected "int"' in done.stdout or not error
 
 
-def test_the_file_of_the_strict_user_runs():
-    assert "(1, 32, 4, 8)" in run(sys.executable, ROOT / "tests" / "project" / "typed_user.py", PYTHONPATH=str(ROOT))
+USERS = [pytest.param("typed_user.py", (), id="numpy"),
+         pytest.param("typed_torch_user.py", ("torch",), marks=pytest.mark.slow, id="torch")]  # reads all of torch
+
+
+@pytest.mark.parametrize(("file", "needs"), USERS)
+def test_types_of_a_strict_user(tmp_path, file, needs):
+    for package in ("mypy", *needs):
+        pytest.importorskip(package)
+    text = (ROOT / "tests" / "project" / file).read_text()
+    done = checked(text, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    done = checked(text + "    dma.attention([1.0], *3 * [dma.IntervalMask.causal(3)])\n"
+                          "    dma.IntervalMask.sliding_window(8, window='8')\n", tmp_path)
+    assert 'incompatible type "list[float]"; expected "Array"' in done.stdout, done.stdout
+    assert 'incompatible type "str"; expected "int | Array | Sequence[int]"' in done.stdout
+    assert 'incompatible type "*list[IntervalMask]"; expected "Array"' in done.stdout
+
+
+@pytest.mark.parametrize(("file", "needs"), USERS)
+def test_the_file_of_a_strict_user_runs(file, needs):
+    for package in needs:
+        pytest.importorskip(package)
+    assert "(1, 32, 4, 8)" in run(sys.executable, ROOT / "tests" / "project" / file, PYTHONPATH=str(ROOT))
 
 
 @pytest.fixture(scope="session")

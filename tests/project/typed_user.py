@@ -42,7 +42,8 @@ def main() -> None:
     axes: Any = IntervalMask.from_stop(np.arange(32) + 4, window=4).to_dense(32)
     names: list[str] = get_available_backends()
     shapes: list[tuple[int, ...]] = [x.shape for x in (same, grads.query, grads.bias, packed, chosen, step, axes)]
-    print(names, kept, shapes)
+    given: list[dma.Array] = [query, lengths]
+    print(names, kept, shapes, len(given))
 
 
 if __name__ == "__main__":
