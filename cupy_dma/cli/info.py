@@ -33,6 +33,7 @@ def describe() -> Iterator[tuple[str, str]]:
     yield "kernels", _try(lambda: kernels(_jit().kernels_directory()))
     yield "crt/mma.h", _try(lambda: headers(_jit().find_headers()))
     yield "cache", _try(lambda: cache(_disk_cache().directory()))
+    yield "stored dS", _try(stored)
     for backend, reason in backends():
         yield f"backend {backend}", reason or "available"
 
@@ -75,6 +76,12 @@ def headers(found: Any) -> str:
 def cache(directory: Path) -> str:
     files = [path for path in directory.rglob("*") if path.is_file()] if directory.is_dir() else []
     return f"{directory} ({len(files)} files, {sum(path.stat().st_size for path in files):,} bytes)"
+
+
+def stored() -> str:
+    from cupy_dma.backends.cuda.attention import sm90_stored
+
+    return f"at most {sm90_stored.max_stored() >> 20} MiB in a backward pass ({sm90_stored.VARIABLE})"
 
 
 def backends() -> list[tuple[str, str]]:

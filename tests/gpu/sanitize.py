@@ -204,7 +204,7 @@ def hopper_backward() -> int:
                 cases.check_backward(case, cases.run_backward(case, cupy.asarray, with_dlse=True), with_dlse=True)
             count += len(chosen) + (super_tiles() if sms == 2 else 0)
             if not one_pass:
-                with overridden(stored=True), mock.patch.object(sm90_stored, "MAX_STORED", 1 << 19):
+                with overridden(stored=True), mock.patch.object(sm90_stored, "max_stored", lambda: 1 << 19):
                     count += super_tiles()
     return count
 

@@ -94,7 +94,7 @@ def test_stored_ds(torch, kind, head_dim, heads, dtype, fresh_programs):
             bytes_of_list = sm90_stored.STEP_BYTES * chunks.tiles * chunks.steps * heads[0] // heads[1]
             for i in range(50):
                 few, most = (3, 132)[i % 2], (1, 5, chunks.count)[i % 3] * bytes_of_list
-                with schedule_cases.num_sms(few), mock.patch.object(sm90_stored, "MAX_STORED", most):
+                with schedule_cases.num_sms(few), mock.patch.object(sm90_stored, "max_stored", lambda most=most: most):
                     again = attention_backward(*arguments, **options)
                 torch.cuda.synchronize()
                 assert launch.call_args.args[3].size <= (1, 5, chunks.count)[i % 3]

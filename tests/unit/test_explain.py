@@ -1,10 +1,13 @@
 """``cupy_dma.explain``: what a call launches on a GPU that is only described."""
 from __future__ import annotations
 
+import re
+
 import pytest
 
 import cupy_dma as dma
 from cupy_dma.__main__ import main
+from cupy_dma.backends.cuda.attention import sm90_stored
 from cupy_dma.backends.cuda.explain import DescribedDevice
 from cupy_dma.backends.cuda.runtime.program import fresh
 
@@ -37,6 +40,39 @@ def test_why_kernels_are_not_taken():
     assert "not used: Hopper forward: float32 elements" in dma.explain("H=8 N=512 float32")
     assert "not used: few queries: the Hopper kernel is faster" in dma.explain("H=32/8 Lq=8 Lk=65536")
     assert entries(dma.explain("H=8/8 Lq=1 Lk=65536")) == ["flash_decode"]
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    """Sets ``CUPY_DMA_STORED_MIB``, which a process reads once."""
+    def set_to(value: str) -> None:
+        monkeypatch.setenv(sm90_stored.VARIABLE, value)
+        sm90_stored.max_stored.cache_clear()
+
+    yield set_to
+    monkeypatch.undo()
+    sm90_stored.max_stored.cache_clear()
+
+
+def test_the_memory_of_stored_ds(memory):
+    """The workspace keeps to it, beside what lists and sums take."""
+    shape, found = "B=1 H=16/8 N=32768 D=128 w=1024 backward", {}
+    for value in ("", "4096", "512", "0"):
+        memory(value)
+        found[value] = dma.explain(shape)
+    assert found[""] == found["4096"] and entries(found["0"]).count("backward_dq_stored") == 0
+    assert "not used: stored dS: one super-tile needs more than CUPY_DMA_STORED_MIB=0" in found["0"]
+    assert [entries(found[value]).count("backward_dq_stored") for value in ("4096", "512")] == [1, 4]
+    bytes_of = {value: int(re.search(r"backward: ([\d,]+) bytes", text)[1].replace(",", ""))
+                for value, text in found.items()}
+    assert bytes_of["512"] < bytes_of["0"] + (513 << 20) < bytes_of["4096"]
+
+
+@pytest.mark.parametrize("value", ["4 GiB", "-1", "1.5", "131073", "٣"])
+def test_a_memory_that_cannot_be_read(value, memory):
+    memory(value)
+    with pytest.raises(ValueError, match=f"CUPY_DMA_STORED_MIB must be a whole number of MiB from 0.*got '{value}'"):
+        dma.explain(TRAINING)
 
 
 @pytest.mark.parametrize(("shape", "message"), [

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+from cupy_dma.backends.cuda.attention.sm90_stored import max_stored
 from cupy_dma.backends.cuda.backend import Backend
 from cupy_dma.backends.cuda.runtime import jit, warmup
 from cupy_dma.backends.cuda.runtime.device import CudaRuntime
@@ -53,7 +54,8 @@ def unavailable() -> str | None:
         return f"the device has compute capability {capability}, at least 8.0 (Ampere) is needed"
     try:
         jit.find_headers()
-    except jit.CompileError as error:
+        max_stored()
+    except (jit.CompileError, ValueError) as error:
         return str(error)
     return None
 

@@ -104,7 +104,7 @@ def test_as_few_chunks_as_there_is_room_for():
     of_list = 16 * 16 * 2 * 2 * 64 * 128  # blocks, steps, heads, bytes
     for most, size in ((2**40, 264), (264 * of_list, 264), (264 * of_list - 1, 132), (100 * of_list, 88), (of_list, 1),
                        (of_list - 1, 0)):
-        with mock.patch.object(sm90_stored, "MAX_STORED", most):
+        with mock.patch.object(sm90_stored, "max_stored", lambda most=most: most):
             chunks = sm90_stored.chunks_of(call, supers)
         assert (chunks.count, chunks.size, chunks.tiles, chunks.steps) == (264, size, 16, 16)
         assert size == 0 or chunks.number == -(-264 // size)

@@ -4,13 +4,15 @@ three of the query pass. As there, every sum has one order, and results have the
 
 dS needs ``2 * 64 * 128`` bytes a step of 64 queries and 128 keys, as many steps as lists of super-tiles have room for:
 2 GiB at 32768 tokens, 16 query and 8 kv heads and 1024 keys a query. So the two passes take turns over chunks of lists,
-whose dS is at most ``MAX_STORED``; where a chunk ends changes no bit.
+whose dS is at most ``max_stored()``; where a chunk ends changes no bit.
 
 For two passes over lists of super-tiles up to head dim 128: not of packed sequences and dense masks, and only where
 gradients of queries and of others are wanted.
 """
 from __future__ import annotations
 
+import functools
+import os
 from dataclasses import dataclass
 from math import gcd
 from typing import TYPE_CHECKING
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     from cupy_dma.calls.types import AttentionBackwardCall
 
 NAME = "stored dS"
-MAX_STORED = 4 << 30  # bytes of dS at a time
+VARIABLE, DEFAULT_MIB, MOST_MIB = "CUPY_DMA_STORED_MIB", 4096, 1 << 17
 MIN_HEAD_DIM = 65  # up to 64 the query pass is faster: its products cost less than reading dS
 STEP_QUERIES, TILE_KEYS = 64, 128  # of a step of the key pass
 STEP_BYTES = 2 * STEP_QUERIES * TILE_KEYS
@@ -51,6 +53,16 @@ class HopperBackwardDqStoredConfig(jit.Config):
         """Size of ``struct Shared`` in the kernel's file, rounded up, and room to align it."""
         rows = blocks(self.head_dim, 64) + ROW_UNITS
         return 1024 + self.stages * (128 * self.block_n * rows + 24) + 64
+
+
+@functools.cache
+def max_stored() -> int:
+    """Bytes of dS at a time. The variable is read once a process: programs of both values would have the same key."""
+    given = os.environ.get(VARIABLE) or str(DEFAULT_MIB)
+    if not (given.isascii() and given.isdigit() and int(given) <= MOST_MIB):
+        raise ValueError(f"{VARIABLE} must be a whole number of MiB from 0, which stores nothing, to {MOST_MIB}, got "
+                         f"{given!r}")
+    return int(given) << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +91,7 @@ def reasons(call: AttentionBackwardCall, problem: Problem, supers: SuperLists | 
         "no gradient of the queries": "query" not in call.needs}
     found = [reason for reason, holds in against.items() if holds]
     if not found and chunks_of(call, supers).size == 0:
-        found.append(f"more than {MAX_STORED} bytes of one super-tile")
+        found.append(f"one super-tile needs more than {VARIABLE}={max_stored() >> 20}")
     return found
 
 
@@ -89,7 +101,7 @@ def chunks_of(call: AttentionBackwardCall, supers: SuperLists | None) -> Chunks:
     own, fields = call.forward, supers.fields
     steps, tiles = fields["super_queries"] // STEP_QUERIES, fields["super_capacity"] // TILE_KEYS
     count = own.batch * own.kv_heads * fields["supers"]
-    most = MAX_STORED // (STEP_BYTES * tiles * steps * (own.heads // own.kv_heads))
+    most = max_stored() // (STEP_BYTES * tiles * steps * (own.heads // own.kv_heads))
     return Chunks(count, blocks(count, blocks(count, most)) if most else 0, tiles, steps)
 
 

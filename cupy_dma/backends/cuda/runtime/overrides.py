@@ -26,7 +26,7 @@ class Overrides:
         Whether the Hopper backward is one pass if it need not be deterministic.
     stored : bool or None
         Whether in two passes of the Hopper backward over key lists the key pass stores dS, from which the query pass
-        makes its gradient (up to 4 GiB of workspace).
+        makes its gradient (up to ``CUPY_DMA_STORED_MIB`` of workspace, 4 GiB by default).
     query_splits
         Of the tiles of keys in the Hopper backward.
     counted : bool or None
