@@ -1,11 +1,10 @@
 """Dynamic mask attention as a layer that learns its key scores."""
 from __future__ import annotations
 
-import warnings
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from cupy_dma import checks, distributed
 from cupy_dma.arrays import Windows
@@ -14,13 +13,13 @@ from cupy_dma.calls.scores import FORMS
 from cupy_dma.torch.attention import attention
 from cupy_dma.torch.dynamic import dynamic_mask_attention
 from cupy_dma.torch.kept import kept_keys
-from cupy_dma.torch.options import Check, Layer, at_least, backend_name, check_inputs, check_rows, one_of, optional
+from cupy_dma.torch.options import Check, at_least, backend_name, one_of, optional
 from cupy_dma.torch.registration import cast
-from cupy_dma.torch.scores import layer_scores, score_arguments
+from cupy_dma.torch.scored import ScoredLayer, width_of
 from cupy_dma.torch.varlen import varlen_attention, varlen_dynamic_mask_attention
 
 
-class DynamicMaskAttention(Layer):
+class DynamicMaskAttention(ScoredLayer):
     """``dynamic_mask_attention`` with the parameters of the key scores, for training and for decoding.
 
     ``DynamicMaskSelfAttention`` adds the projections and rotary positions around it.
@@ -36,11 +35,18 @@ class DynamicMaskAttention(Layer):
     bias_delay : int
         Distance in positions from which on a key's score is added to the logits, as in ``cupy_dma.attention``; the
         selection is not delayed.
+    scores : ``"value"`` or ``"input"``
+        What the scores are computed from: the keys' values, or the layer's input ``x``, from which they predict better
+        what a pretrained model will need. Scores of the input are ``score_proj(x)``.
+    width : int, optional
+        Size of a token of ``x``, with ``scores="input"``.
     dt_bias : bool
         Also learn an offset per kv head.
     A_init : float
         Initial value of all of ``A``.
-    form, keys, causal, scale, softcap, deterministic, backend
+    form : optional
+        As for ``cupy_dma.key_scores``; default ``"exp"``. With ``scores="input"`` only ``"linear"``, the default.
+    keys, causal, scale, softcap, deterministic, backend
         As for ``cupy_dma.dynamic_mask_attention``. These, ``window``, ``sinks``, ``recent`` and ``bias_delay`` are
         attributes that may be changed later.
     process_group : ProcessGroup or one-dimensional DeviceMesh, optional
@@ -60,6 +66,9 @@ class DynamicMaskAttention(Layer):
     dt_proj : nn.Linear
         ``Hkv * D -> Hkv``, initialised by ``nn.Linear``. It may be replaced or wrapped (LoRA, quantization, offloading)
         and have hooks; then the layer calls it. Of a plain ``nn.Linear`` the kernels read weight and bias directly.
+    score_proj : nn.Linear
+        With ``scores="input"`` instead of these two: ``width -> Hkv``, zeros, so that every query sees the last
+        ``window`` keys at first; it learns from the first step on. A plain ``nn.Linear`` is computed in float32.
 
     Raises
     ------
@@ -79,43 +88,39 @@ class DynamicMaskAttention(Layer):
         "form": one_of(FORMS), "keys": one_of(("prefix", "global")), "causal": checks.flag,
         "scale": optional(checks.real), "softcap": lambda value, name: checks.real(value, name, 0.0),
         "deterministic": checks.flag, "backend": backend_name, "A_init": checks.real}
-    FIXED = ("kv_heads", "head_dim", "dt_bias")
+    FIXED = ("kv_heads", "head_dim", "dt_bias", "width")
 
     def __init__(self, kv_heads: int, head_dim: int, window: Windows, *, sinks: int = 0, recent: int = 0,
-                 bias_delay: int = 0, dt_bias: bool = False, A_init: float = 0.0, form: str = "exp",
-                 keys: str = "prefix", causal: bool = True, scale: float | None = None, softcap: float = 0.0,
-                 deterministic: bool = False, backend: str | None = None, process_group: Any = None,
+                 bias_delay: int = 0, scores: str = "value", width: int | None = None, dt_bias: bool = False,
+                 A_init: float = 0.0, form: str | None = None, keys: str = "prefix", causal: bool = True,
+                 scale: float | None = None, softcap: float = 0.0, deterministic: bool = False,
+                 backend: str | None = None, process_group: Any = None,
                  device: torch.device | str | int | None = None, dtype: torch.dtype | None = None):
         super().__init__()
-        self._fix(kv_heads=checks.whole(kv_heads, "kv_heads", 1), head_dim=checks.whole(head_dim, "head_dim", 1))
+        self._fix(kv_heads=checks.whole(kv_heads, "kv_heads", 1), head_dim=checks.whole(head_dim, "head_dim", 1),
+                  width=width_of(scores, width))
         if self.head_dim > 256:
             raise ValueError(f"head_dim must be 1 to 256, got {head_dim}")
-        self.window, self.form, self.keys, self.causal, self.sinks, self.recent = (
-            window, form, keys, causal, sinks, recent)
+        self.form = ("exp" if self.width is None else "linear") if form is None else form
+        self.window, self.keys, self.causal, self.sinks, self.recent = window, keys, causal, sinks, recent
         self.scale, self.softcap, self.deterministic, self.backend = scale, softcap, deterministic, backend
-        self.bias_delay = bias_delay
-        self.process_group, self.A_init, self._looked_at_A = process_group, A_init, False
-        self.A = nn.Parameter(torch.full((kv_heads,), self.A_init, device=device, dtype=dtype))
-        self.dt_proj = nn.Linear(self.kv_heads * self.head_dim, self.kv_heads, bias=checks.flag(dt_bias, "dt_bias"),
-                                 device=device, dtype=dtype)
+        self.bias_delay, self.process_group = bias_delay, process_group
+        self._make_parameters(A_init, dt_bias, device, dtype)
 
     def check_together(self, name: str, value: Any) -> None:
         keys, causal, sinks, recent = (
             value if option == name else self.__dict__.get(option, default)
             for option, default in (("keys", "prefix"), ("causal", True), ("sinks", 0), ("recent", 0)))
+        self.check_scores(name, value)
         if keys == "prefix" and not causal:
             raise ValueError("causal=False needs keys='global', got keys='prefix', which is causal by construction")
         if keys == "global" and (sinks or recent):
             raise ValueError(f"sinks and recent need keys='prefix', got sinks={sinks}, recent={recent} and "
                              f"keys='global'")
 
-    def reset_parameters(self) -> None:
-        """Initialise the parameters anew, as the constructor does."""
-        nn.init.constant_(self.A, self.A_init)
-        self.dt_proj.reset_parameters()
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, padding: Tensor | None = None,
-                documents: Tensor | None = None, cu_seqlens: Tensor | None = None, return_lse: bool = False,
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, x: Tensor | None = None,
+                padding: Tensor | None = None, documents: Tensor | None = None,
+                cu_seqlens: Tensor | None = None, return_lse: bool = False,
                 cache: DynamicCache | None = None, lengths: Tensor | None = None, out: Any = None) -> Any:
         """Attention of whole sequences, or of tokens appended to a cache.
 
@@ -124,10 +129,13 @@ class DynamicMaskAttention(Layer):
         query : Tensor ``(B, Lq, H, D)``
             ``H`` is a multiple of the layer's ``kv_heads``.
         key, value : Tensor ``(B, Lk, Hkv, D)``
+        x : Tensor ``(B, Lk, width)``
+            What the keys and values were projected from; with ``scores="input"`` only.
         padding, documents
             As for ``IntervalMask.top_w``.
         cu_seqlens : int32 or int64 Tensor ``(B + 1,)``, optional
-            Cumulative lengths of packed sequences: ``query (total, H, D)``, ``key`` and ``value (total, Hkv, D)``.
+            Cumulative lengths of packed sequences: ``query (total, H, D)``, ``key`` and ``value (total, Hkv, D)``,
+            ``x (total, width)``.
             With a ``process_group`` give the shard's ``documents`` instead.
         return_lse
             Return ``(out, lse)``.
@@ -147,7 +155,7 @@ class DynamicMaskAttention(Layer):
         if cache is not None:
             if padding is not None or documents is not None:
                 raise ValueError("with a cache give lengths or cu_seqlens, not padding or documents")
-            return self._extend(cache, query, key, value, lengths=lengths, cu_seqlens=cu_seqlens,
+            return self._extend(cache, query, key, value, x, lengths=lengths, cu_seqlens=cu_seqlens,
                                 return_lse=return_lse, out=out)
         if lengths is not None or out is not None:
             raise ValueError("lengths and out need a cache, got cache=None")
@@ -155,23 +163,23 @@ class DynamicMaskAttention(Layer):
         if packed and (padding is not None or documents is not None):
             raise ValueError("cu_seqlens already separates the packed sequences: give no padding and no documents with "
                              "it")
-        check_inputs(self, query, key, value, packed)
-        if not self.A.requires_grad and not self._looked_at_A:
+        source = self._checked(query, key, value, x, packed)
+        if self.width is None and not self.A.requires_grad and not self._looked_at_A:
             self._warn_of_no_gradient()
         options: dict[str, Any] = {"bias_delay": self.bias_delay, "scale": self.scale, "softcap": self.softcap,
                                    "deterministic": self.deterministic, "return_lse": return_lse,
                                    "backend": self.backend}
         if self._group is not None:
-            return self._sharded(query, key, value, packed, padding=padding, documents=documents, **options)
+            return self._sharded(query, key, value, source, packed, padding=padding, documents=documents, **options)
         if self.sinks or self.recent:
-            scores = self._scores(value, padding)
+            scores = self._scores(source, padding)
             mask = kept_keys(scores[None] if packed else scores, self.window, self.sinks, self.recent, padding,
                              cu_seqlens if packed else documents, self.backend)
             if packed:
                 return varlen_attention(query, key, value, cu_seqlens, cu_seqlens, mask=mask, bias=scores, **options)
             return attention(query, key, value, mask=mask, bias=scores, **options)
         options.update(window=self.window, keys=self.keys, causal=self.causal)
-        given = score_arguments(value, self.dt_proj, self.A, form=self.form, padding=padding)
+        given = self._score_arguments(source, padding)
         if packed:
             return varlen_dynamic_mask_attention(query, key, value, cu_seqlens, cu_seqlens, **given, **options)
         return dynamic_mask_attention(query, key, value, padding=padding, documents=documents, **given, **options)
@@ -189,25 +197,16 @@ class DynamicMaskAttention(Layer):
         self._over_shards: Any = None if group is None else distributed.context_parallel_attention
         self._shard_positions: Any = None if group is None else distributed.shard_positions
 
-    def _sharded(self, query: Tensor, key: Tensor, value: Tensor, packed: bool, **options: Any) -> Any:
+    def _sharded(self, query: Tensor, key: Tensor, value: Tensor, source: Tensor, packed: bool, **options: Any) -> Any:
         if packed:
             raise ValueError("cu_seqlens must be None with a process_group, because shards cut through sequences: give "
                              "the shard's ids as documents, see cupy_dma.distributed.document_ids")
         if self.keys != "prefix":
             raise ValueError(f"a process_group needs keys='prefix', got keys={self.keys!r}, which selects by the "
                              f"scores of later keys")
-        given = score_arguments(value, self.dt_proj, self.A, form=self.form, padding=options["padding"])
+        given = self._score_arguments(source, options["padding"])
         return self._over_shards(query, key, value, window=self.window, sinks=self.sinks, recent=self.recent,
                                  group=self.process_group, **given, **options)
-
-    def scores(self, value: Tensor) -> Tensor:
-        """Scores ``(B, Hkv, Lk)`` of the keys with these values ``(B, Lk, Hkv, D)``, or ``(Hkv, total)`` of packed
-        ones ``(total, Hkv, D)``; float32 (float64 for float64), differentiable. See ``cupy_dma.key_scores``."""
-        check_rows(self, value, "value", getattr(value, "ndim", 4) == 3)
-        return self._scores(value)
-
-    def _scores(self, value: Tensor, padding: Tensor | None = None) -> Tensor:
-        return layer_scores(value, self.dt_proj, self.A, form=self.form, padding=padding, backend=self.backend)
 
     # ---- decoding ---------------------------------------------------------------------------------------------------
 
@@ -230,13 +229,14 @@ class DynamicMaskAttention(Layer):
         """
         if self.keys == "global":
             raise ValueError("a layer with keys='global' cannot decode: it selects by the scores of later keys")
-        like = self.A.new_empty(0, device=device)
+        like = next(self.parameters()).new_empty(0, device=device)
         kind = cast(like)[0].dtype if dtype is None else dtype
         return DynamicCache(batch, self.kv_heads, self.window, self.head_dim, dtype=kind, like=like, sinks=self.sinks,
                             recent=self.recent, backend=self.backend)
 
-    def extend(self, cache: DynamicCache, query: Tensor, key: Tensor, value: Tensor, *, lengths: Tensor | None = None,
-               cu_seqlens: Tensor | None = None, return_lse: bool = False, out: Any = None) -> Any:
+    def extend(self, cache: DynamicCache, query: Tensor, key: Tensor, value: Tensor, *, x: Tensor | None = None,
+               lengths: Tensor | None = None, cu_seqlens: Tensor | None = None, return_lse: bool = False,
+               out: Any = None) -> Any:
         """Append tokens to a cache and attend from them: a prompt, a chunk of one, or one new token.
 
         The result equals the last rows of ``forward`` over all tokens so far. Call under ``torch.no_grad()``.
@@ -247,6 +247,8 @@ class DynamicMaskAttention(Layer):
             Of ``make_cache``.
         query : Tensor ``(B, L, H, D)`` of the cache's type
         key, value : Tensor ``(B, L, Hkv, D)``
+        x : Tensor ``(B, L, width)``
+            As for ``forward``.
         lengths, cu_seqlens, return_lse, out
             As for ``DynamicCache.extend``.
 
@@ -262,22 +264,23 @@ class DynamicMaskAttention(Layer):
             Something requires grad: a cache carries no gradient.
         """
         self._check_cache(cache)
-        return self(query, key, value, cache=cache, lengths=lengths, cu_seqlens=cu_seqlens, return_lse=return_lse,
-                    out=out)
+        return self(query, key, value, x=x, cache=cache, lengths=lengths, cu_seqlens=cu_seqlens,
+                    return_lse=return_lse, out=out)
 
-    def _extend(self, cache: Any, query: Tensor, key: Tensor, value: Tensor, *, cu_seqlens: Tensor | None,
-                **options: Any) -> Any:
+    def _extend(self, cache: Any, query: Tensor, key: Tensor, value: Tensor, x: Tensor | None, *,
+                cu_seqlens: Tensor | None, **options: Any) -> Any:
         self._check_cache(cache)
-        check_inputs(self, query, key, value, cu_seqlens is not None)
+        source = self._checked(query, key, value, x, cu_seqlens is not None)
         if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, *self.parameters())):
             raise NotImplementedError("a cache carries no gradient, but the layer's parameters or inputs require grad: "
                                       "call under torch.no_grad()")
         query, key, value = cast(query, key, value)
-        return cache.extend(query, key, value, self._scores(value), bias_delay=self.bias_delay, scale=self.scale,
+        scores = self._scores(value if x is None else source)
+        return cache.extend(query, key, value, scores, bias_delay=self.bias_delay, scale=self.scale,
                             softcap=self.softcap, cu_seqlens=cu_seqlens, **options)
 
     @torch.no_grad()
-    def prefill(self, cache: DynamicCache, query: Tensor, key: Tensor, value: Tensor, *,
+    def prefill(self, cache: DynamicCache, query: Tensor, key: Tensor, value: Tensor, *, x: Tensor | None = None,
                 padding: Tensor | None = None) -> Tensor:
         """Attention of a prompt whose shards are on the ranks of ``process_group``; fills a cache with all of it.
 
@@ -288,7 +291,7 @@ class DynamicMaskAttention(Layer):
         ----------
         cache
             Of ``make_cache``.
-        query, key, value, padding
+        query, key, value, x, padding
             The shard, as for ``forward``.
 
         Returns
@@ -304,23 +307,12 @@ class DynamicMaskAttention(Layer):
         if self.process_group is None:
             raise ValueError("prefill needs a process_group, got None: without one extend takes the whole prompt")
         query, key, value = cast(query, key, value)
-        out = self(query, key, value, padding=padding)
-        distributed.fill_cache(cache, key, value, self.scores(value), self.process_group, padding=padding)
+        out = self(query, key, value, x=x, padding=padding)
+        scores = self.scores(value if x is None else x)
+        distributed.fill_cache(cache, key, value, scores, self.process_group, padding=padding)
         return out
 
     # ---- checks -----------------------------------------------------------------------------------------------------
-
-    def _warn_of_no_gradient(self) -> None:
-        """Warn, once, that ``dt_proj`` gets no gradient."""
-        if torch.compiler.is_compiling() or type(self.A) is not nn.Parameter or (
-                self.A.is_cuda and torch.cuda.is_current_stream_capturing()):
-            return
-        if not (torch.is_grad_enabled() and any(p.requires_grad for p in self.dt_proj.parameters())):
-            return
-        self._looked_at_A = True
-        if not self.A.any():
-            warnings.warn("A is 0 and does not require grad, so dt_proj gets no gradient and the layer stays a sliding "
-                          "window: train A, begin with another A_init, or freeze dt_proj as well", stacklevel=5)
 
     def _check_cache(self, cache: Any) -> None:
         if not isinstance(cache, DynamicCache):
@@ -331,6 +323,6 @@ class DynamicMaskAttention(Layer):
                                  f"{name}={getattr(cache, name)}: make it with the layer's make_cache")
 
     def extra_repr(self) -> str:
-        names = ("kv_heads", "head_dim", "window", "sinks", "recent", "bias_delay", "A_init", "form", "keys", "causal",
-                 "scale", "softcap", "deterministic", "backend")
+        names = ("kv_heads", "head_dim", "window", "sinks", "recent", "bias_delay", "width", "A_init",
+                 "form", "keys", "causal", "scale", "softcap", "deterministic", "backend")
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names if getattr(self, name) is not None)

@@ -80,6 +80,20 @@ def check_inputs(layer: Any, query: Any, key: Any, value: Any, packed: bool) -> 
                          f"multiple of {layer.kv_heads}, got {tuple(query.shape)}: {_made(layer)}")
 
 
+def check_x(layer: Any, x: Any, packed: bool, tokens: tuple[int, ...] | None = None) -> Tensor:
+    """The input that scores are computed from. TypeError or ValueError if the layer takes none, or this does not fit;
+    ``tokens``: its shape without ``width``."""
+    if layer.width is None:
+        raise ValueError("x needs scores='input', got x for a layer with scores='value'")
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        raise TypeError(f"x must be a floating torch tensor, the layer's input, with scores='input', got "
+                        f"{getattr(x, 'dtype', type(x).__name__)}")
+    if x.ndim != 3 - packed or x.shape[-1] != layer.width or tokens is not None and tuple(x.shape[:-1]) != tokens:
+        named = ", ".join(map(str, tokens)) if tokens is not None else "total" if packed else "B, Lk"
+        raise ValueError(f"x must have shape ({named}, {layer.width}), got {tuple(x.shape)}: {_made(layer)}")
+    return x
+
+
 def check_rows(layer: Any, tensor: Any, name: str, packed: bool) -> None:
     """Likewise for key or value."""
     if not isinstance(tensor, Tensor):
@@ -90,4 +104,5 @@ def check_rows(layer: Any, tensor: Any, name: str, packed: bool) -> None:
 
 
 def _made(layer: Any) -> str:
-    return f"the layer was made with kv_heads={layer.kv_heads}, head_dim={layer.head_dim}"
+    width = "" if layer.width is None else f", width={layer.width}"
+    return f"the layer was made with kv_heads={layer.kv_heads}, head_dim={layer.head_dim}{width}"

@@ -110,21 +110,64 @@ def score_arguments(value: Tensor, dt_proj: nn.Module, A: Tensor, *, form: str =
     if is_linear(dt_proj):
         return {"dt_proj": dt_proj.weight, "A": A, "dt_bias": dt_proj.bias, "form": form}
     (value,) = cast(value)
-    x, tokens = value, tuple(value.shape[:-2])
-    if padding is not None and tuple(padding.shape) in (tokens, (1, *tokens[1:])):  # other shapes are rejected later
-        x = value.masked_fill((padding == 0)[..., None, None], 0)
-    if not torch.is_autocast_enabled(x.device.type):  # autocast casts the module's input itself
-        x = x.to(own_type(dt_proj, x))
-    dt = dt_proj(x.flatten(-2))
-    if not isinstance(dt, Tensor) or not dt.is_floating_point():
-        raise TypeError(f"dt_proj must return a float tensor, got {getattr(dt, 'dtype', type(dt).__name__)} from "
-                        f"{type(dt_proj).__name__}")
-    if tuple(dt.shape) != (*tokens, len(A)):
-        raise ValueError(f"dt_proj must return a tensor of shape (B, Lk, Hkv) = {(*tokens, len(A))}, got "
-                         f"{tuple(dt.shape)} from {type(dt_proj).__name__}")
-    dt = dt.mT.to(wide(value))
+    dt = _projected(value.flatten(-2), dt_proj, "dt_proj", len(A), padding).to(wide(value))
     state = A.to(dt.dtype)[:, None] * torch.logaddexp(dt, dt.new_zeros(()))  # A softplus(dt)
     return {"scores": (state.exp() if form == "exp" else state).contiguous()}
+
+
+def input_scores(x: Tensor, score_proj: nn.Module, heads: int, padding: Tensor | None = None) -> Tensor:
+    """Scores of tokens, ``score_proj(x)``.
+
+    Parameters
+    ----------
+    x : Tensor ``(B, Lk, width)``, or ``(total, width)``
+        The layer's input.
+    score_proj : Module
+        Maps it to ``(B, Lk, Hkv)``. An ``nn.Linear`` is computed in float32 (float64 for float64), whatever its type
+        and autocast: 16-bit scores would often be equal. Any other module is called, as for ``score_arguments``.
+    heads : int
+        ``Hkv``.
+    padding : Tensor ``(1|B, Lk)``, optional
+        Padding counts as zeros.
+
+    Returns
+    -------
+    Tensor ``(B, Hkv, Lk)``, or ``(Hkv, total)``, differentiable
+
+    Raises
+    ------
+    TypeError, ValueError
+        The module's result has the wrong type or shape.
+    """
+    kind = wide(x)
+    if not is_linear(score_proj):
+        return _projected(x, score_proj, "score_proj", heads, padding).to(kind).contiguous()
+    with torch.autocast(x.device.type, enabled=False):
+        bias = None if score_proj.bias is None else score_proj.bias.to(kind)
+        return nn.functional.linear(_without(x, padding).to(kind), score_proj.weight.to(kind), bias).mT.contiguous()
+
+
+def _projected(x: Tensor, project: nn.Module, name: str, heads: int, padding: Tensor | None) -> Tensor:
+    """``project(x)``, ``(B, Hkv, Lk)`` or ``(Hkv, total)``, by a call."""
+    x, tokens = _without(x, padding), tuple(x.shape[:-1])
+    if not torch.is_autocast_enabled(x.device.type):  # autocast casts the module's input itself
+        x = x.to(own_type(project, x))
+    found = project(x)
+    if not isinstance(found, Tensor) or not found.is_floating_point():
+        raise TypeError(f"{name} must return a float tensor, got {getattr(found, 'dtype', type(found).__name__)} from "
+                        f"{type(project).__name__}")
+    if tuple(found.shape) != (*tokens, heads):
+        raise ValueError(f"{name} must return a tensor of shape (B, Lk, Hkv) = {(*tokens, heads)}, got "
+                         f"{tuple(found.shape)} from {type(project).__name__}")
+    return found.mT
+
+
+def _without(x: Tensor, padding: Tensor | None) -> Tensor:
+    """``x`` with zeros for padding; a padding of the wrong shape is rejected later."""
+    tokens = tuple(x.shape[:-1])
+    if padding is None or tuple(padding.shape) not in (tokens, (1, *tokens[1:])):
+        return x
+    return x.masked_fill((padding == 0)[..., None], 0)
 
 
 def is_linear(module: nn.Module) -> bool:

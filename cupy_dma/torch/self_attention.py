@@ -45,9 +45,9 @@ class DynamicMaskSelfAttention(Layer):
         Normalise queries and keys, each head with RMSNorm, before they are rotated.
     sinks, recent : int
         First and last tokens that are kept too.
-    bias_delay, form, dt_bias, A_init, scale, softcap, deterministic, backend
-        As for ``DynamicMaskAttention``. All but ``dt_bias`` are, like ``window``, ``sinks`` and ``recent``, attributes
-        of the core that may be changed later.
+    scores, bias_delay, form, dt_bias, A_init, scale, softcap, deterministic, backend
+        As for ``DynamicMaskAttention``; ``scores="input"`` reads ``x``. All but ``scores`` and ``dt_bias``
+        are, like ``window``, ``sinks`` and ``recent``, attributes of the core that may be changed later.
     bias : bool
         Whether the projections have biases.
     checkpoint : bool
@@ -84,7 +84,8 @@ class DynamicMaskSelfAttention(Layer):
 
     def __init__(self, width: int, heads: int, kv_heads: int | None = None, window: Windows = 2048, *,
                  head_dim: int | None = None, rope: float | None = 10000.0, qk_norm: bool = False, sinks: int = 0,
-                 recent: int = 0, bias_delay: int = 0, form: str = "exp", dt_bias: bool = False, A_init: float = 0.0,
+                 recent: int = 0, bias_delay: int = 0, scores: str = "value", form: str | None = None,
+                 dt_bias: bool = False, A_init: float = 0.0,
                  scale: float | None = None, softcap: float = 0.0, bias: bool = False, checkpoint: bool = False,
                  batch_first: bool = True, deterministic: bool = False, backend: str | None = None,
                  process_group: Any = None, device: torch.device | str | int | None = None,
@@ -102,9 +103,9 @@ class DynamicMaskSelfAttention(Layer):
         self.rope, self.checkpoint, self.batch_first = rope, checkpoint, batch_first
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.attention = DynamicMaskAttention(
-            self.kv_heads, self.head_dim, window, sinks=sinks, recent=recent, bias_delay=bias_delay, dt_bias=dt_bias,
-            A_init=A_init, form=form, scale=scale, softcap=softcap, deterministic=deterministic, backend=backend,
-            process_group=process_group, **made)
+            self.kv_heads, self.head_dim, window, sinks=sinks, recent=recent, bias_delay=bias_delay, scores=scores,
+            width=width if scores == "input" else None, dt_bias=dt_bias, A_init=A_init, form=form, scale=scale,
+            softcap=softcap, deterministic=deterministic, backend=backend, process_group=process_group, **made)
         inner, outer = self.heads * self.head_dim, self.kv_heads * self.head_dim
         made["bias"] = checks.flag(bias, "bias")
         self.q_proj, self.k_proj = nn.Linear(width, inner, **made), nn.Linear(width, outer, **made)
@@ -143,7 +144,8 @@ class DynamicMaskSelfAttention(Layer):
         """An empty cache of ``batch`` sequences for ``forward(x, cache=...)``; arguments as for
         ``DynamicMaskAttention.make_cache``. Type and device are those of the projections; the parameters of the scores
         may have another type."""
-        (like,) = cast(self.attention.A.new_empty(0, device=device, dtype=own_type(self.k_proj, self.attention.A)))
+        any_one = next(self.attention.parameters())
+        (like,) = cast(any_one.new_empty(0, device=device, dtype=own_type(self.k_proj, any_one)))
         return self.attention.make_cache(batch, dtype=like.dtype if dtype is None else dtype, device=like.device)
 
     def forward(self, x: Tensor, *, padding: Tensor | None = None, cu_seqlens: Any = None,
@@ -227,13 +229,15 @@ class DynamicMaskSelfAttention(Layer):
         if self.rope is not None:
             rotate = Rotation.at(tokens.positions, self.head_dim, self.rope)
             query, key = rotate(query), rotate(key)
+        source = {} if getattr(self.attention, "width", None) is None else {"x": x}
         if cache is None:
             out = self.attention(query, key, value, padding=tokens.padding, cu_seqlens=tokens.cu_seqlens,
-                                 documents=tokens.documents)
+                                 documents=tokens.documents, **source)
         elif prefill:
-            out = self.attention.prefill(cache, query, key, value, padding=tokens.padding)
+            out = self.attention.prefill(cache, query, key, value, padding=tokens.padding, **source)
         else:
-            out = self.attention.extend(cache, query, key, value, lengths=tokens.lengths, cu_seqlens=tokens.cu_seqlens)
+            out = self.attention.extend(cache, query, key, value, lengths=tokens.lengths,
+                                        cu_seqlens=tokens.cu_seqlens, **source)
         return self.o_proj(out.flatten(-2))
 
     def extra_repr(self) -> str:

@@ -31,10 +31,16 @@ def kept(scores: np.ndarray, layer: DynamicMaskAttention, real: np.ndarray, docu
 
 
 def problem(layer: DynamicMaskAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, real: Any = None,
-            document: Any = None) -> tuple[list[np.ndarray], dict[str, Any]]:
-    """The oracle's arguments: query, key and value, and the options with the mask and the scores."""
-    dt_bias = None if layer.dt_proj.bias is None else numbers(layer.dt_proj.bias)
-    scores = reference.key_scores(numbers(v), numbers(layer.dt_proj.weight), numbers(layer.A), dt_bias, layer.form)
+            document: Any = None, x: Any = None) -> tuple[list[np.ndarray], dict[str, Any]]:
+    """The oracle's arguments: query, key and value, and the options with the mask and the scores. ``x``: what these are
+    of, with ``scores="input"``."""
+    project = layer.dt_proj if x is None else layer.score_proj
+    bias = None if project.bias is None else numbers(project.bias)
+    if x is None:
+        scores = reference.key_scores(numbers(v), numbers(project.weight), numbers(layer.A), bias, layer.form)
+    else:
+        scores = np.einsum("bnc,hc->bhn", *(numbers(y).astype(float) for y in (x, project.weight)))
+        scores += 0 if bias is None else bias.astype(float)[:, None]
     every = np.ones(v.shape[:2], bool) if real is None else np.broadcast_to(np.asarray(real), v.shape[:2])
     number = np.zeros(v.shape[:2], int) if document is None else np.broadcast_to(np.asarray(document), v.shape[:2])
     return [numbers(x) for x in (q, k, v)], {"dense_mask": kept(scores, layer, every, number), "bias": scores,

@@ -190,6 +190,132 @@ def test_copies_and_reset():
     assert not module.A.any() and not torch.equal(module.dt_proj.weight, old)
 
 
+# ---- scores of the layer's input ----
+WIDTH = 7
+
+
+def by_input(window=5, dtype=torch.float32, **options):
+    made = DynamicMaskAttention(HKV, D, window, scores="input", width=WIDTH, dtype=dtype, **options)
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter)
+    return made, torch.randn(B, N, WIDTH, dtype=dtype)
+
+
+BY_INPUT = {"plain": {}, "dt_bias": {"dt_bias": True, "bias_delay": 3}, "kept": {"sinks": 1, "recent": 2},
+            "heads": {"window": (4, 9)}}
+
+
+@pytest.mark.parametrize("options", BY_INPUT)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, float64])
+@pytest.mark.parametrize("padded", [False, True])
+def test_scores_of_the_input(options, dtype, padded):
+    module, x = by_input(dtype=dtype, **BY_INPUT[options])
+    q, k, v, _ = draw(dtype, requires_grad=False)
+    real = real_tokens("holes") if padded else None
+    expected = problem(module, q, k, v, real, x=x)
+    given = {"padding": real} if padded else {}
+    x = x.masked_fill(~real[..., None], torch.nan).requires_grad_() if padded else x.requires_grad_()
+    out = module(q, k, v, x=x, **given)
+    check(out, expected)
+    found = gradients(out, (x, module.score_proj.weight))
+    assert all(y.isfinite().all() and y.any() for y in found)
+
+
+def test_gradients_of_scores_of_the_input():
+    for options in BY_INPUT.values():
+        (module, x), (q, k, v, _) = by_input(dtype=float64, **options), draw()
+        real = real_tokens("left")
+        assert torch.autograd.gradcheck(
+            lambda q, k, v, x, *_, module=module, real=real: module(q, k, v, x=x, padding=real),
+            (q, k, v, x.requires_grad_(), *module.parameters()), fast_mode=True)
+
+
+def test_the_input_s_scores_begin_as_a_window_and_learn_at_once():
+    module, (q, k, v, _) = DynamicMaskAttention(HKV, D, 5, scores="input", width=WIDTH), draw(torch.float32)
+    x = torch.randn(B, N, WIDTH)
+    out = module(q, k, v, x=x)
+    mask = dma.IntervalMask.sliding_window(N, 5).to(q)
+    torch.testing.assert_close(out, dma.attention(q, k, v, mask=mask), rtol=0, atol=1e-6)
+    out.square().sum().backward()
+    assert module.score_proj.weight.grad.any() and list(module.state_dict()) == ["score_proj.weight"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", BY_INPUT)
+@torch.no_grad()
+def test_decoding_by_the_input(options, dtype):
+    module, x = by_input(dtype=dtype, **BY_INPUT[options])
+    q, k, v, _ = draw(dtype, requires_grad=False)
+    cache, outs = module.make_cache(B), []
+    for a, b in ((0, 7), (7, 8), (8, N)):
+        outs.append(module.extend(cache, *(y[:, a:b] for y in (q, k, v)), x=x[:, a:b]))
+    check(torch.cat(outs, 1), problem(module, q, k, v, x=x))
+
+
+def test_packed_sequences_by_the_input():
+    (module, x), (q, k, v, _) = by_input(3), draw(torch.float32, requires_grad=False)
+    out = module(q[0], k[0], v[0], x=x[0], cu_seqlens=torch.tensor([0, 7, 8, N]))
+    parts = [module(*(y[:1, a:b] for y in (q, k, v)), x=x[:1, a:b])[0] for a, b in ((0, 7), (7, 8), (8, N))]
+    torch.testing.assert_close(out, torch.cat(parts), rtol=0, atol=2e-6)
+    torch.testing.assert_close(module.scores(x[0]), module.scores(x[:1])[0])
+
+
+def test_other_projections_of_the_input():
+    """One with a hook is called; a plain one is computed in float32, under autocast, too, and compiles."""
+    (module, x), (q, k, v, _) = by_input(), draw(torch.float32, requires_grad=False)
+    out, half = module(q, k, v, x=x), copy.deepcopy(module).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(module.scores(x), module.scores(x.float())) and module.scores(x).dtype == torch.float32
+    exact = torch.einsum("bnc,hc->bhn", x.bfloat16().double(), half.score_proj.weight.double())
+    torch.testing.assert_close(half.scores(x.bfloat16()).double(), exact, rtol=1e-5, atol=1e-5)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q, k, v, x=x), out)
+    module.score_proj.register_forward_hook(lambda *given: 2 * given[2])
+    torch.testing.assert_close(module.scores(x), 2 * torch.einsum("bnc,hc->bhn", x, module.score_proj.weight))
+    module.score_proj = torch.nn.Linear(WIDTH, HKV + 1)
+    module.score_proj.register_forward_hook(lambda *given: None)
+    with pytest.raises(ValueError, match=r"score_proj must return a tensor of shape \(B, Lk, Hkv\) = \(2, 18, 2\)"):
+        module(q, k, v, x=x)
+
+
+def test_copies_of_a_layer_by_the_input():
+    (module, x), (q, k, v, _) = by_input(dt_bias=True), draw(torch.float32, requires_grad=False)
+    other = by_input(dt_bias=True)[0]
+    other.load_state_dict(module.state_dict())
+    for again in (other, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert torch.equal(again(q, k, v, x=x), module(q, k, v, x=x)) and repr(again) == repr(module)
+    assert "width=7" in repr(module)
+    module.reset_parameters()
+    assert not any(parameter.any() for parameter in module.parameters())
+
+
+def test_errors_about_the_input():
+    (module, x), (q, k, v, _) = by_input(), draw(torch.float32, requires_grad=False)
+    for given, error, message in (
+            ({}, TypeError, "x must be a floating torch tensor.*got NoneType"),
+            ({"x": x.long()}, TypeError, r"got torch\.int64"),
+            ({"x": x[:, 1:]}, ValueError, r"x must have shape \(2, 18, 7\), got \(2, 17, 7\).*width=7"),
+            ({"x": x[..., 1:]}, ValueError, "x must have shape")):
+        with pytest.raises(error, match=message):
+            module(q, k, v, **given)
+    with pytest.raises(ValueError, match=r"x must have shape \(B, Lk, 7\)"):
+        module.scores(v)
+    with pytest.raises(ValueError, match="x needs scores='input', got x for a layer with scores='value'"):
+        layer()(q, k, v, x=x)
+    for options, message in (({"scores": "key"}, "scores must be 'value' or 'input'"),
+                             ({"scores": "input"}, "width must be given with scores='input' and only then"),
+                             ({"width": 3}, "width must be given with"),
+                             ({"scores": "input", "width": 0}, "width must be at least 1"),
+                             ({"scores": "input", "width": 3, "form": "exp"}, "form needs scores='value', got form="),
+                             ({"scores": "input", "width": 3, "A_init": 1.0}, "A_init needs scores='value'")):
+        with pytest.raises(ValueError, match=message):
+            DynamicMaskAttention(HKV, D, 5, **options)
+    with pytest.raises(ValueError, match="form needs"):
+        module.form = "exp"
+    with pytest.raises(AttributeError, match="width cannot be changed"):
+        module.width = 8
+
+
 WRONG = {
     "kv heads": (lambda m, q, k, v: m(q, k[:, :, :1], v[:, :, :1]),
                  r"key must have shape \(B, Lk, 2, 6\), got \(2, 18, 1, 6\): the layer was made with kv_heads=2, head"),

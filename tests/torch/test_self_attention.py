@@ -22,13 +22,15 @@ OPTIONS = {
     "usual": {}, "no rope": {"rope": None}, "base": {"rope": 100.0}, "qk_norm": {"qk_norm": True},
     "bias": {"bias": True, "dt_bias": True}, "linear": {"form": "linear"}, "softcap": {"softcap": 1.5, "scale": 0.7},
     "head_dim": {"head_dim": 10}, "mha": {"kv_heads": None}, "sinks": {"sinks": 2, "recent": 3},
+    "input": {"scores": "input", "dt_bias": True}, "input kept": {"scores": "input", "recent": 3},
     "all": {"qk_norm": True, "bias": True, "form": "linear", "softcap": 2.0, "head_dim": 4, "sinks": 1, "recent": 2}}
 every_option = pytest.mark.parametrize("options", OPTIONS)
 
 
 def layer(dtype=torch.float32, window=W, **options):
     made = DynamicMaskSelfAttention(WIDTH, HEADS, options.pop("kv_heads", KV_HEADS), window, dtype=dtype, **options)
-    torch.nn.init.normal_(made.attention.A)  # at 0 the mask is a sliding window
+    scored = made.attention  # at 0 the mask is a sliding window
+    torch.nn.init.normal_(scored.A if scored.width is None else scored.score_proj.weight)
     for norm in (made.q_norm, made.k_norm):
         if norm is not None:
             torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
@@ -58,8 +60,11 @@ def dense(module, x):
                 for y, norm in ((q, module.q_norm), (k, module.k_norm)))
     if module.rope is not None:
         q, k = rotated(q, module.rope), rotated(k, module.rope)
-    scores = core.A[:, None] * functional.softplus(core.dt_proj(v.flatten(2))).mT
-    scores = scores.exp() if core.form == "exp" else scores
+    if core.width is None:
+        scores = core.A[:, None] * functional.softplus(core.dt_proj(v.flatten(2))).mT
+        scores = scores.exp() if core.form == "exp" else scores
+    else:
+        scores = core.score_proj(x).mT
     n, place = x.shape[1], torch.arange(x.shape[1])
     best = reference.top_w_dense(scores.detach().double().numpy(), core.window)
     besides = (place <= place[:, None]) & ((place < core.sinks) | (place > place[:, None] - core.recent))
