@@ -1,8 +1,9 @@
 """The attention function of ``attn_implementation="cupy_dma"``: what a layer of transformers calls.
 
     plain layers     attention(q, k, v, mask)               mask: ``Visibility``, as ``visibility`` makes it
-    dynamic layers   s = exp(A softplus(v @ dt_proj))       each query sees the ``window`` best of the keys that the
-                     attention(q, k, v, top_w(s), bias=s)   mask shows, and s is added to the logits
+    dynamic layers   s = exp(A softplus(v @ dt_proj))       or hidden_states @ score_proj: each query sees the
+                     attention(q, k, v, top_w(s), bias=s)   ``window`` best of the keys that the mask shows, and s is
+                                                            added to the logits
     gated layers     see ``gate.py``
 
 Dynamic layers are Doge's (``doge.py``) and those of a converted model (``convert.py``); they have an attribute
@@ -20,7 +21,7 @@ from cupy_dma.masks.windows import narrowest
 from cupy_dma.torch import attention, dynamic_mask_attention
 from cupy_dma.torch.kept import kept_keys
 from cupy_dma.torch.registration import wide
-from cupy_dma.torch.scores import layer_scores, score_arguments
+from cupy_dma.torch.scores import input_scores, layer_scores, score_arguments
 from cupy_dma.transformers.cache import DynamicMaskCache, DynamicMaskLayer
 from cupy_dma.transformers.gate import gated_attention
 from cupy_dma.transformers.layers import DynamicMask, GateMask
@@ -158,7 +159,8 @@ def dynamic_attention(module: Any, how: DynamicMask | GateMask, query: Tensor, k
     elif how.sinks or how.recent or how.form == "none" or seen is not None and not seen.is_aligned:
         kept = None
     else:
-        given = score_arguments(value, module.dt_proj, module.A, form=how.form, padding=padding)
+        given = {"scores": _scores(module, how, value, padding)} if how.form == "input" else \
+            score_arguments(value, module.dt_proj, module.A, form=how.form, padding=padding)
         return dynamic_mask_attention(query, key, value, window=how.window, padding=padding, documents=documents,
                                       **given, **settings)
     scores = _scores(module, how, value, padding)
@@ -172,7 +174,13 @@ def _scores(module: Any, how: DynamicMask, value: Tensor, padding: Tensor | None
     """``(B, Hkv, K)``. Of equal scores the newest keys are kept."""
     if how.form == "none":
         return value.new_zeros((value.shape[0], value.shape[2], value.shape[1]), dtype=wide(value))
-    return layer_scores(value, module.dt_proj, module.A, form=how.form, padding=padding)
+    if how.form != "input":
+        return layer_scores(value, module.dt_proj, module.A, form=how.form, padding=padding)
+    if module.score_input.shape[1] != value.shape[1]:
+        raise NotImplementedError(f"a layer that scores its input needs the scores of earlier keys: give the model a "
+                                  f"DynamicMaskCache, got {value.shape[1] - module.score_input.shape[1]} keys from "
+                                  f"another cache")
+    return input_scores(module.score_input, module.score_proj, value.shape[2], padding)
 
 
 def _attend(layer: DynamicMaskLayer, module: Any, how: DynamicMask, query: Tensor, key: Tensor, value: Tensor,

@@ -1,7 +1,7 @@
 """Dynamic masks for any causal model of transformers, with one of three policies.
 
-    top_w      the best keys by scores of their values. All scores are equal while ``A = 0``, so with a window of at
-               least the length the model's function is unchanged (specification, section 15)
+    top_w      the best keys by scores of their values or of the layer's input. All scores are equal at first, so with
+               a window of at least the length the model's function is unchanged (specification, section 15)
     gate       keys whose gates stay open, and the last ones. All gates are open at first, so the model's function is
                unchanged (specification, section 16)
     window     the first and the last keys: no parameters, a baseline for the other two
@@ -18,19 +18,20 @@ from cupy_dma import checks
 from cupy_dma.calls.scores import FORMS
 from cupy_dma.masks.windows import window_of
 from cupy_dma.torch import RetentionGate
+from cupy_dma.torch.scored import SOURCES
 from cupy_dma.transformers.converted import convert_modules, plans
 from cupy_dma.transformers.layers import GATE, KEY, DynamicMask, GateMask, dynamic_layers
 from cupy_dma.transformers.registration import register
 from cupy_dma.transformers.served import self_attention
 
-OPTIONS = {"top_w": ("window", "sinks", "recent", "form"), "window": ("window", "sinks"),
+OPTIONS = {"top_w": ("window", "sinks", "recent", "form", "scores"), "window": ("window", "sinks"),
            "gate": ("delay", "threshold", "sinks", "temperature", "hidden")}
 
 
 def convert(model: PreTrainedModel, window: int | Sequence[int] | None = None, *, policy: str = "top_w",
             layers: Iterable[int] | None = None, sinks: int | None = None, recent: int | None = None,
-            form: str | None = None, delay: int | None = None, threshold: float | None = None,
-            hidden: int | None = None, temperature: float | None = None,
+            form: str | None = None, scores: str | None = None, delay: int | None = None,
+            threshold: float | None = None, hidden: int | None = None, temperature: float | None = None,
             trainable: str | None = None) -> PreTrainedModel:
     """Give a model dynamic masks, in place.
 
@@ -41,17 +42,20 @@ def convert(model: PreTrainedModel, window: int | Sequence[int] | None = None, *
         ``"cupy_dma"``.
     window : int, or one int per kv head
         With ``"top_w"`` and ``"window"``: keys kept per query and kv head, the highest-scored or the last ones.
+    policy
         ``"top_w"``, ``"gate"`` or ``"window"``; it determines which of the other arguments are allowed.
-        ``"top_w"``, ``"gate"`` or ``"window"``, which decides what the other arguments may be.
     layers : ints, optional
         Which layers to convert; by default all but those with a sliding window or chunks of their own.
     sinks : int
         First tokens of each sequence that are kept too; by default none with ``"top_w"``, otherwise 4.
     recent : int
         With ``"top_w"``: last tokens that are kept too, by default none.
+    scores
+        With ``"top_w"``: ``"value"``, the default, or ``"input"``: scores are a linear function of the attention
+        module's input, ``hidden_states``, from which they predict better what the model will need.
     form
-        With ``"top_w"``: of the scores; see ``cupy_dma.key_scores``. ``"linear"`` scores are 0 at first, ``"exp"``
-        (the default) scores are 1.
+        With ``"top_w"``: of the scores of values; see ``cupy_dma.key_scores``. ``"linear"`` scores are 0 at first,
+        ``"exp"`` (the default) scores are 1.
     delay, threshold, hidden, temperature
         With ``"gate"``: as for ``cupy_dma.torch.RetentionGate``.
     trainable
@@ -62,8 +66,8 @@ def convert(model: PreTrainedModel, window: int | Sequence[int] | None = None, *
     -------
     The model. ``config.dynamic_mask`` says which layers were converted, and how. Each of their attention modules has
     new parameters: with ``"top_w"`` ``A (Hkv,)``, zeros, and ``dt_proj.weight (Hkv, Hkv * D)``, drawn as the model
-    draws its own; with ``"gate"`` a ``RetentionGate``, ``retention_gate``, which reads the module's ``hidden_states``;
-    with ``"window"`` none.
+    draws its own, or ``score_proj.weight (Hkv, width)``, zeros; with ``"gate"`` a ``RetentionGate``,
+    ``retention_gate``, which reads the module's ``hidden_states``; with ``"window"`` none.
 
     Raises
     ------
@@ -80,15 +84,19 @@ def convert(model: PreTrainedModel, window: int | Sequence[int] | None = None, *
     the model sees the last ``window`` keys. After the first training step the selection is nearly unrelated to what the
     model needs, so keep ``recent`` keys too, unless the window is long.
 
-    ``"gate"``: ``cupy_dma.retrofit`` trains the gates. They are float32 or float64, whatever the model's type.
+    With ``scores="input"`` the same holds for ``score_proj``, which learns from the first step on. It is float32 or
+    float64, whatever the model's type, and so are gates. Caches other than a ``DynamicMaskCache`` raise if they contain
+    earlier keys, whose scores they do not store.
+
+    ``"gate"``: ``cupy_dma.retrofit`` trains the gates.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a PreTrainedModel of transformers, got {type(model).__name__}")
     config = model.config.get_text_config(decoder=True)
     if dynamic_layers(config) or getattr(config, "model_type", None) == "doge":
         raise ValueError(f"model has dynamic masks already: {type(model).__name__}")
-    given = {"window": window, "sinks": sinks, "recent": recent, "form": form, "delay": delay, "threshold": threshold,
-             "hidden": hidden, "temperature": temperature}
+    given = {"window": window, "sinks": sinks, "recent": recent, "form": form, "scores": scores, "delay": delay,
+             "threshold": threshold, "hidden": hidden, "temperature": temperature}
     found = self_attention(model)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     how = _options(policy, heads, {name: value for name, value in given.items() if value is not None})
@@ -122,10 +130,15 @@ def _options(policy: str, heads: int, given: dict[str, Any]) -> dict[str, Any]:
     window = window_of(given["window"], heads)
     if policy == "window":
         return {"policy": policy, "window": window, "sinks": checks.whole(given.get("sinks", 4), "sinks", 0)}
-    form = given.get("form", "exp")
-    checks.choice(form, "form", FORMS)
-    return {"window": window, "sinks": checks.whole(given.get("sinks", 0), "sinks", 0),
-            "recent": checks.whole(given.get("recent", 0), "recent", 0), "form": form}
+    found = {"window": window, "sinks": checks.whole(given.get("sinks", 0), "sinks", 0),
+             "recent": checks.whole(given.get("recent", 0), "recent", 0)}
+    checks.choice(given.get("scores", "value"), "scores", SOURCES)
+    if given.get("scores") == "input":
+        if "form" in given:
+            raise ValueError(f"form needs scores='value', got form={given['form']!r} and scores='input'")
+        return {**found, "scores": "input"}
+    checks.choice(given.get("form", "exp"), "form", FORMS)
+    return {**found, "form": given.get("form", "exp")}
 
 
 def _chosen(layers: Iterable[int] | None, found: dict[int, nn.Module], config: Any) -> list[int]:

@@ -1,8 +1,9 @@
 """Attention modules with dynamic masks, made from those of any causal model.
 
-A module keeps its parts and their weights, gets ``A`` and ``dt_proj`` or a gate in addition, and becomes an instance of
-a subclass of its class that knows its selection. ``convert`` notes in the model's configuration which modules; a model
-built from such a configuration is converted when it is made, before its weights are loaded (``registration.py``).
+A module keeps its parts and their weights, gets ``A`` and ``dt_proj``, ``score_proj`` or a gate in addition, and
+becomes an instance of a subclass of its class that knows its selection. ``convert`` notes in the model's configuration
+which modules; a model built from such a configuration is converted when it is made, before its weights are loaded
+(``registration.py``).
 """
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ import sys
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from cupy_dma.torch import RetentionGate
 from cupy_dma.transformers.cache import DynamicMaskCache
 from cupy_dma.transformers.gate import FullGatedCache, GateCall
-from cupy_dma.transformers.layers import GATE, NAME, DynamicMask, GateMask, dynamic_layers, gated_layers
+from cupy_dma.transformers.layers import GATE, NAME, SCORES, DynamicMask, GateMask, dynamic_layers
 from cupy_dma.transformers.served import self_attention
 
 
@@ -48,11 +49,18 @@ def plans(model: nn.Module, masks: dict[int, DynamicMask | GateMask]) -> list[Pl
 def convert_modules(model: Any) -> None:
     """Convert the attention modules that the model's configuration names, unless they are converted already."""
     config = model.config.get_text_config(decoder=True)
-    for plan in plans(model, dynamic_layers(config)):
+    layers = dynamic_layers(config)
+    for plan in plans(model, layers):
         _convert_module(plan, config)
-    if gated_layers(config):  # whatever type the model is loaded in
-        model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), GATE}
+    wide = {GATE if isinstance(how, GateMask) else SCORES for how in layers.values() if reads_input(how)}
+    if wide:  # whatever type the model is loaded in
+        model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), *wide}
     config._attn_implementation = NAME
+
+
+def reads_input(how: DynamicMask | GateMask) -> bool:
+    """Whether a layer's gates or scores are computed from its input."""
+    return isinstance(how, GateMask) or how.form == "input"
 
 
 class _DynamicMasked:
@@ -61,6 +69,7 @@ class _DynamicMasked:
     dynamic_mask: DynamicMask | GateMask
     dynamic_cache: DynamicMaskCache | None = None  # of the current call
     gate_call: GateCall | None = None  # likewise
+    score_input: Tensor | None = None  # likewise
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         implementation = self.config._attn_implementation  # type: ignore[attr-defined]
@@ -69,15 +78,16 @@ class _DynamicMasked:
                                f"{implementation!r}, which would ignore them")
         caches = [x for x in (*args, *kwargs.values()) if isinstance(x, DynamicMaskCache | FullGatedCache)]
         cache = caches[0] if caches else None
+        given = (args[0] if args else kwargs["hidden_states"]) if reads_input(self.dynamic_mask) else None
         if isinstance(self.dynamic_mask, GateMask):
             layer = None if cache is None else cache.layers[self.layer_idx]  # type: ignore[attr-defined]
-            self.gate_call = GateCall(args[0] if args else kwargs["hidden_states"], layer)
+            self.gate_call = GateCall(given, layer)
         else:
-            self.dynamic_cache = cache
+            self.dynamic_cache, self.score_input = cache, given
         try:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         finally:
-            self.dynamic_cache = self.gate_call = None
+            self.dynamic_cache = self.gate_call = self.score_input = None
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         kinds = type(self).__mro__
@@ -120,10 +130,14 @@ def _convert_module(plan: Plan, config: Any) -> None:
     module, how, heads = plan[:3]
     like = next((p for p in module.parameters() if p.is_floating_point()), torch.empty(0))
     made: dict[str, Any] = {"device": like.device, "dtype": like.dtype}
-    if isinstance(how, GateMask):
+    if reads_input(how):
         made["dtype"] = torch.float64 if like.dtype == torch.float64 else torch.float32
+    if isinstance(how, GateMask):
         gate = RetentionGate(plan.width, heads, **dataclasses.asdict(how), **made)
         setattr(module, GATE, gate.train(module.training))
+    elif how.form == "input":
+        setattr(module, SCORES, nn.Linear(plan.width, heads, bias=False, **made))
+        nn.init.zeros_(module.score_proj.weight)
     elif how.form != "none":
         module.A = nn.Parameter(torch.zeros(heads, **made))
         module.dt_proj = nn.Linear(heads * plan.value_dim, heads, bias=False, **made)

@@ -3,7 +3,7 @@
 All layers of Doge have one (``keep_window_size``). A converted model notes its layers under ``dynamic_mask``, which is
 saved with its configuration, by policy::
 
-    {"layers": [0, 1, ...], "window": 2048, "sinks": 0, "recent": 0, "form": "exp"}
+    {"layers": [0, 1, ...], "window": 2048, "sinks": 0, "recent": 0, "form": "exp"}         or "scores": "input"
     {"layers": [0, 1, ...], "policy": "window", "window": 2048, "sinks": 4}
     {"layers": [0, 1, ...], "policy": "gate", "delay": 256, "threshold": -12.0, "sinks": 4, ...}
 """
@@ -17,12 +17,13 @@ from cupy_dma.masks.windows import Window
 NAME = "cupy_dma"  # of the attention implementation
 KEY = "dynamic_mask"  # of a converted model's note in its configuration
 GATE = "retention_gate"  # of the gate in a converted attention module
+SCORES = "score_proj"  # of the projection of its input to scores
 
 
 @dataclass(frozen=True)
 class DynamicMask:
     """How a layer selects by scores; see ``cupy_dma.torch.DynamicMaskAttention``. The form ``"none"`` keeps the last
-    ``window`` keys, without scores."""
+    ``window`` keys, without scores; ``"input"`` stands for scores of the layer's input."""
 
     window: Window
     sinks: int = 0
@@ -60,6 +61,8 @@ def dynamic_layers(config: Any) -> dict[int, DynamicMask | GateMask]:
         how = GateMask(**options)
     elif policy == "window":
         how = DynamicMask(**options, form="none")
+    elif "scores" in options:
+        how = DynamicMask(**{name: x for name, x in options.items() if name != "scores"}, form="input")
     else:
         how = DynamicMask(**options)
     return dict.fromkeys(noted["layers"], how)

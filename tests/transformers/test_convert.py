@@ -34,7 +34,8 @@ def test_a_long_window_changes_nothing(name, how, form):
     assert all(key.endswith((".A", ".dt_proj.weight")) for key in added)
 
 
-@pytest.mark.parametrize("options", [{}, {"sinks": 2, "recent": 3}, {"form": "linear"}, {"window": (9, 4)}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"sinks": 2, "recent": 3}, {"form": "linear"}, {"window": (9, 4)},
+                                     {"scores": "input"}, {"scores": "input", "recent": 3}], ids=str)
 @pytest.mark.parametrize("how", ["plain", "left", "packed"])
 def test_the_mask_is_what_it_says(options, how):
     """Against transformers' eager attention with the mask and the scores written out, layer by layer."""
@@ -47,9 +48,12 @@ def test_the_mask_is_what_it_says(options, how):
         from cupy_dma.torch.kept import kept_keys
         padding = None if attention_mask is None else attention_mask.padding
         documents = attention_mask.documents[0] if how == "packed" else None
-        dt = module.dt_proj(value.transpose(1, 2).flatten(2))
-        scores = module.A * torch.nn.functional.softplus(dt)
-        scores = (scores if options.get("form") == "linear" else scores.exp()).transpose(1, 2)
+        if "scores" in options:
+            scores = module.score_proj(module.score_input)
+        else:
+            scores = module.A * torch.nn.functional.softplus(module.dt_proj(value.transpose(1, 2).flatten(2)))
+            scores = scores if options.get("form") == "linear" else scores.exp()
+        scores = scores.transpose(1, 2)
         mask = kept_keys(scores, window, options.get("sinks", 0), options.get("recent", 0), padding, documents,
                          None).to_dense(query.shape[2])
         logits = query @ key.repeat_interleave(2, 1).transpose(2, 3) * scaling + scores[:, :, None].repeat_interleave(
@@ -82,6 +86,65 @@ def test_it_learns():
             assert layer.self_attn.A.grad.abs().max() > 0
             assert (layer.self_attn.dt_proj.weight.grad.abs().max() > 0) == (step > 0)
         optimizer.step()
+
+
+# ---- scores of the layer's input ----
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("how", ["plain", "left", "packed"])
+def test_a_long_window_by_the_input_changes_nothing(name, how):
+    given, real = small.batch(how)
+    model = small.model_of(name, "eager")
+    expected, before = model(**given).logits[real], set(model.state_dict())
+    dmt.convert(model, small.LENGTH, scores="input")
+    torch.testing.assert_close(model(**given).logits[real], expected, rtol=0, atol=2e-5)
+    layers = model.config.dynamic_mask["layers"]
+    assert len(layers) == len(added := set(model.state_dict()) - before) > 0
+    assert all(key.endswith(".score_proj.weight") for key in added)
+
+
+@pytest.mark.parametrize("how", ["plain", "left"])
+def test_the_projection_of_the_input_learns_at_once(how):
+    """Its gradient comes through the key bias and agrees with a difference quotient."""
+    model = dmt.convert(small.model_of("llama", "eager"), small.LENGTH, scores="input").double()
+    given, real = small.batch(how)
+
+    def loss():
+        return model(**given).logits[real].log_softmax(-1)[:, 7].mean()
+
+    loss().backward()
+    weights = [layer.self_attn.score_proj.weight for layer in model.model.layers]
+    gradients = [weight.grad for weight in weights]
+    assert all(gradient.any() for gradient in gradients)
+    step = 1e-3  # Llama's norms are float32
+    with torch.no_grad():
+        for weight, gradient in zip(weights, gradients):
+            direction = torch.randn_like(weight)
+            weight += step * direction
+            up = loss()
+            weight -= 2 * step * direction
+            quotient = (up - loss()) / (2 * step)
+            weight += step * direction
+            torch.testing.assert_close((gradient * direction).sum(), quotient, rtol=0.01, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["llama", "gpt-oss"])
+def test_saved_and_loaded_by_the_input(name, kind, tmp_path):
+    """The projection is float32 in a model of any type."""
+    small.model_of(name, "eager").save_pretrained(tmp_path / "dense")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=kind)
+    dmt.convert(model, small.WINDOW, scores="input", recent=3)
+    small.randomize(model)
+    model.save_pretrained(tmp_path)
+    noted = json.loads((tmp_path / "config.json").read_text())["dynamic_mask"]
+    assert noted == {"layers": model.config.dynamic_mask["layers"], "window": small.WINDOW, "sinks": 0, "recent": 3,
+                     "scores": "input"}
+    loaded, about = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True, dtype=kind)
+    assert not any(about[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), about
+    given, real = small.batch("left")
+    assert torch.equal(loaded.eval()(**given).logits[real], model(**given).logits[real])
+    kinds = {name.endswith("score_proj.weight"): p.dtype for name, p in loaded.named_parameters() if "_proj" in name}
+    assert kinds == {True: torch.float32, False: kind}
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt-neox"])
@@ -137,10 +200,13 @@ def test_another_implementation_is_refused():
     ({"window": 4, "layers": [0, 2]}, ValueError, r"layers must name some of the model's \[0, 1\], got \[0, 2\]"),
     ({"window": 4, "layers": []}, ValueError, "layers must name some"),
     ({"window": 4, "layers": [0.5]}, TypeError, "layers"),
+    ({"window": 4, "scores": "key"}, ValueError, "scores must be 'value' or 'input', got 'key'"),
+    ({"window": 4, "scores": "input", "form": "exp"}, ValueError, "form needs scores='value', got form='exp'"),
+    ({"policy": "window", "window": 4, "scores": "input"}, ValueError, "takes window, sinks, got scores"),
     ({"policy": "gates"}, ValueError, "policy must be 'top_w' or 'window' or 'gate', got 'gates'"),
     ({"policy": "gate", "window": 4}, ValueError, "policy='gate' takes delay, threshold, sinks.*, got window"),
     ({"policy": "window", "window": 4, "recent": 3, "delay": 2}, ValueError, "takes window, sinks, got recent, delay"),
-    ({"window": 4, "hidden": 8}, ValueError, "policy='top_w' takes window, sinks, recent, form, got hidden"),
+    ({"window": 4, "hidden": 8}, ValueError, "takes window, sinks, recent, form, scores, got hidden"),
     ({"policy": "window"}, TypeError, "policy='window' needs a window"), ({}, TypeError, "policy='top_w' needs a wind"),
     ({"policy": "gate", "delay": 0}, ValueError, "delay must be at least 1"),
     ({"policy": "gate", "threshold": 1.0}, ValueError, "threshold must be below 0"),

@@ -39,16 +39,26 @@ def generated(model: Any, given: dict[str, Any], **options: Any) -> tuple[torch.
 
 
 @pytest.mark.parametrize(("name", "options"), [(name, {}) for name in ("doge", "llama", "qwen3", "gpt-neox")] +
-                         [("llama", {"sinks": 1, "recent": 3}), ("gpt-neox", {"recent": 5, "form": "linear"})], ids=str)
+                         [("llama", {"scores": "input"}), ("qwen3", {"scores": "input", "sinks": 2, "recent": 3}),
+                          ("llama", {"sinks": 1, "recent": 3}), ("gpt-neox", {"recent": 5, "form": "linear"})], ids=str)
 @pytest.mark.parametrize("how", ["plain", "left"])
 @pytest.mark.parametrize("search", [GREEDY, BEAMS], ids=["greedy", "beams"])
 def test_the_same_tokens_as_with_a_full_cache(name, how, search, options):
     model = dynamic(name, **options)
     found, cache = generated(model, prompt(how), **search)
-    expected, full = generated(model, prompt(how), **search, **full_cache(model))
+    given = {"use_cache": False} if "scores" in options else full_cache(model)  # which stores no scores
+    expected, full = generated(model, prompt(how), **search, **given)
     assert isinstance(cache, DynamicMaskCache) and not isinstance(full, DynamicMaskCache)
     assert torch.equal(found, expected)
     assert len(found[0]) == 30 + NEW
+
+
+def test_a_full_cache_stores_no_scores():
+    model, ids = dynamic("llama", scores="input"), prompt("plain")["input_ids"]
+    with torch.no_grad():
+        cache = model(input_ids=ids[:, :20], **full_cache(model))[small.CACHE]
+        with pytest.raises(NotImplementedError, match="needs the scores of earlier keys: give the model a DynamicMask"):
+            model(input_ids=ids[:, 20:], **{small.CACHE: cache})
 
 
 @pytest.mark.parametrize(("name", "how"), [(name, how) for name in small.FORMS for how in ("plain", "left") if
