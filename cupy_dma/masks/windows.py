@@ -10,22 +10,22 @@ from cupy_dma.arrays import describe
 Window: TypeAlias = "int | tuple[int, ...]"
 
 
-def window_of(window: Any, heads: int | None = None) -> Window:
+def window_of(window: Any, heads: int | None = None, name: str = "window") -> Window:
     """The checked window: an int, or from ints on the host one for each of ``heads``, reduced to an int if all are
     equal. With ``heads=None`` their number is not checked and they stay a tuple."""
     several = isinstance(window, Sequence) and not isinstance(window, (str, bytes))
     if not several and not getattr(window, "shape", None):
-        return checks.whole(window, "window", 1)
+        return checks.whole(window, name, 1)
     if not several:
-        given = describe(window, "window")
+        given = describe(window, name)
         if given.ndim != 1 or given.device.kind != "cpu":
-            raise TypeError(f"window must be an int, or ints in host memory, one per kv head, got an array of shape "
+            raise TypeError(f"{name} must be an int, or ints in host memory, one per kv head, got an array of shape "
                             f"{given.shape} on {given.device}")
         window = given.library.to_numpy(given.array).tolist()
-    each = tuple([checks.whole(size, f"window[{head}]", 1) for head, size in enumerate(window)])
+    each = tuple([checks.whole(size, f"{name}[{head}]", 1) for head, size in enumerate(window)])
     if not each or heads is not None and len(each) != heads:
         count = "per kv head" if heads is None else f"for each of {heads} kv heads"
-        raise ValueError(f"window must be an int, or one int {count}, got {len(each)} of them")
+        raise ValueError(f"{name} must be an int, or one int {count}, got {len(each)} of them")
     return each if heads is None else _as_one(each)
 
 

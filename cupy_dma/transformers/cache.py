@@ -18,7 +18,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.cache_utils import DynamicCache as FullCache
 
-from cupy_dma import checks
+from cupy_dma.masks.windows import Window
+from cupy_dma.transformers.budgets import budgets
 from cupy_dma.transformers.cache_layer import DynamicMaskLayer, broken, unreached
 from cupy_dma.transformers.layers import dynamic_layers, gated_layers
 
@@ -63,14 +64,14 @@ class DynamicMaskCache(Cache):
                              f"{type(config).__name__} without any")
         if gated_layers(config):
             raise ValueError("config must be of a model that keeps a window: one with gates needs a GatedCache")
-        self._make_layers(config, lambda: DynamicMaskLayer(record_stops))
+        self._make_layers(config, lambda index: DynamicMaskLayer(record_stops))
 
-    def _make_layers(self, config: Any, make: Callable[[], DynamicMaskLayer]) -> None:
+    def _make_layers(self, config: Any, make: Callable[[int], DynamicMaskLayer]) -> None:
         found = dynamic_layers(config)
         layers = FullCache(config=config).layers
         # Older versions of transformers have none for the last layers if these reuse others' keys and values.
         layers += [DynamicLayer() for _ in range(config.num_hidden_layers - len(layers))]
-        super().__init__(layers=[make() if index in found else layer
+        super().__init__(layers=[make(index) if index in found else layer
                                  for index, layer in enumerate(layers)])
         self._forget_calls()
 
@@ -184,16 +185,17 @@ class GatedCache(DynamicMaskCache):
     ----------
     config
         The configuration of a model converted with ``policy="gate"``.
-    capacity : int, optional
+    capacity : int, one int per layer with a gate, or for each layer one per kv head, optional
         The most open keys that a kv head keeps, as for ``cupy_dma.GatedCache``: those with the highest logits, the
-        newest first among equal ones. Then rows never grow, and ``DecodingStep`` takes the cache.
+        newest first among equal ones. Then rows never grow, and ``DecodingStep`` takes the cache. By default that of
+        the configuration, if it has one (``convert(..., capacity=...)``).
     record_stops : bool
         As for ``DynamicMaskCache``.
 
     Raises
     ------
     TypeError, ValueError
-        The configuration has no layer with a gate, or ``capacity`` is not a number of at least 1.
+        The configuration has no layer with a gate, or ``capacity`` does not fit its layers.
 
     Notes
     -----
@@ -201,13 +203,16 @@ class GatedCache(DynamicMaskCache):
     more than ``delay``.
     """
 
-    def __init__(self, config: Any, *, capacity: int | None = None, record_stops: bool = False) -> None:
+    def __init__(self, config: Any, *, capacity: Any = None, record_stops: bool = False) -> None:
         config = config.get_text_config(decoder=True)
-        if not gated_layers(config):
+        gated = gated_layers(config)
+        if not gated:
             raise ValueError(f"config must be of a model converted with policy='gate', got {type(config).__name__} "
                              f"without gates")
-        capacity = None if capacity is None else checks.whole(capacity, "capacity", 1)
-        self._make_layers(config, lambda: DynamicMaskLayer(record_stops, capacity))
+        each: dict[int, Window | None] = dict.fromkeys(gated)
+        if capacity is not None:
+            each = dict(zip(gated, budgets(capacity, "capacity", list(gated), [None] * len(gated))))
+        self._make_layers(config, lambda index: DynamicMaskLayer(record_stops, each[index]))
 
 
 def cache_argument(model: Any) -> str:

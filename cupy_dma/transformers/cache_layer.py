@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from cupy_dma.cache import GatedCache
+from cupy_dma.masks.windows import Window
 from cupy_dma.transformers.croppable import CroppableCache, Store
 from cupy_dma.transformers.layers import DynamicMask, GateMask
 
@@ -21,8 +22,8 @@ class DynamicMaskLayer(CacheLayerMixin):
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, record_stops: bool = False, capacity: int | None = None) -> None:
-        """``capacity``: of layers with gates, as for ``cupy_dma.GatedCache``."""
+    def __init__(self, record_stops: bool = False, capacity: Window | None = None) -> None:
+        """``capacity``: of layers with gates, as for ``cupy_dma.GatedCache``; by default the layer's own."""
         super().__init__()
         self.record_past = False
         self._options = record_stops, capacity

@@ -9,30 +9,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from cupy_dma import checks
 from cupy_dma.calls.scores import FORMS
-from cupy_dma.masks.windows import window_of
 from cupy_dma.torch import RetentionGate
 from cupy_dma.torch.scored import SOURCES
+from cupy_dma.transformers.budgets import budgets, stored
 from cupy_dma.transformers.converted import convert_modules, plans
-from cupy_dma.transformers.layers import GATE, KEY, DynamicMask, GateMask, dynamic_layers
+from cupy_dma.transformers.layers import GATE, KEY, dynamic_layers
 from cupy_dma.transformers.registration import register
 from cupy_dma.transformers.served import self_attention
 
+Budget: TypeAlias = int | Sequence[int] | Sequence[Sequence[int]]
 OPTIONS = {"top_w": ("window", "sinks", "recent", "form", "scores"), "window": ("window", "sinks"),
-           "gate": ("delay", "threshold", "sinks", "temperature", "hidden")}
+           "gate": ("delay", "threshold", "sinks", "temperature", "hidden", "capacity")}
 
 
-def convert(model: PreTrainedModel, window: int | Sequence[int] | None = None, *, policy: str = "top_w",
+def convert(model: PreTrainedModel, window: Budget | None = None, *, policy: str = "top_w",
             layers: Iterable[int] | None = None, sinks: int | None = None, recent: int | None = None,
             form: str | None = None, scores: str | None = None, delay: int | None = None,
             threshold: float | None = None, hidden: int | None = None, temperature: float | None = None,
-            trainable: str | None = None) -> PreTrainedModel:
+            capacity: Budget | None = None, trainable: str | None = None) -> PreTrainedModel:
     """Give a model dynamic masks, in place.
 
     Parameters
@@ -40,8 +41,10 @@ def convert(model: PreTrainedModel, window: int | Sequence[int] | None = None, *
     model
         A causal model of transformers, e.g. of ``AutoModelForCausalLM``. Its attention implementation becomes
         ``"cupy_dma"``.
-    window : int, or one int per kv head
-        With ``"top_w"`` and ``"window"``: keys kept per query and kv head, the highest-scored or the last ones.
+    window : int, one int per layer, or for each layer one per kv head
+        With ``"top_w"`` and ``"window"``: keys kept per query and kv head, the highest-scored or the last ones. Of
+        several, there is one for each layer that is converted, in order; ``[[9, 4]]`` stands for 9 and 4 keys of two
+        kv heads in every layer.
     policy
         ``"top_w"``, ``"gate"`` or ``"window"``; it determines which of the other arguments are allowed.
     layers : ints, optional
@@ -58,6 +61,10 @@ def convert(model: PreTrainedModel, window: int | Sequence[int] | None = None, *
         ``"exp"`` (the default) scores are 1.
     delay, threshold, hidden, temperature
         With ``"gate"``: as for ``cupy_dma.torch.RetentionGate``.
+    capacity : as ``window``
+        With ``"gate"``: the most open keys that a kv head keeps in evaluation, those with the highest logits, besides
+        the last ``delay`` and the sinks. A forward pass and the ``GatedCache`` of ``generate`` keep to it. By default
+        there is no bound.
     trainable
         With ``"gate"``: ``"gate"``, the default, leaves ``requires_grad`` set on the gates only, ``"all"`` does not
         change it.
@@ -96,17 +103,23 @@ def convert(model: PreTrainedModel, window: int | Sequence[int] | None = None, *
     if dynamic_layers(config) or getattr(config, "model_type", None) == "doge":
         raise ValueError(f"model has dynamic masks already: {type(model).__name__}")
     given = {"window": window, "sinks": sinks, "recent": recent, "form": form, "scores": scores, "delay": delay,
-             "threshold": threshold, "hidden": hidden, "temperature": temperature}
+             "threshold": threshold, "hidden": hidden, "temperature": temperature, "capacity": capacity}
     found = self_attention(model)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    how = _options(policy, heads, {name: value for name, value in given.items() if value is not None})
+    how = _options(policy, {name: value for name, value in given.items() if value is not None})
     if trainable is not None:
         checks.choice(trainable, "trainable", ("gate", "all"))
         if policy != "gate":
             raise ValueError(f"trainable needs policy='gate', got policy={policy!r}")
-    noted = {"layers": _chosen(layers, found, config), **how}
-    mask = GateMask(**{name: how[name] for name in OPTIONS["gate"]}) if policy == "gate" else DynamicMask(how["window"])
-    plans(model, dict.fromkeys(noted["layers"], mask))
+    layers = None if layers is None else list(layers)
+    chosen = _chosen(layers, found, config)
+    heads = [plan.heads for plan in plans(model, chosen)]
+    for name in ("window", "capacity"):
+        if name in how:
+            each = budgets(how[name], name, chosen, heads)
+            if isinstance(stored(each), list) and layers is not None and layers != chosen:
+                raise ValueError(f"layers must ascend where {name} has one entry per layer, got {layers}")
+            how[name] = stored(each)
+    noted = {"layers": chosen, **how}
     register()
     setattr(config, KEY, noted)
     convert_modules(model)
@@ -116,18 +129,20 @@ def convert(model: PreTrainedModel, window: int | Sequence[int] | None = None, *
     return model
 
 
-def _options(policy: str, heads: int, given: dict[str, Any]) -> dict[str, Any]:
-    """The checked options of a policy, as stored in the configuration."""
+def _options(policy: str, given: dict[str, Any]) -> dict[str, Any]:
+    """The options of a policy, as stored in the configuration; checked but for budgets."""
     checks.choice(policy, "policy", tuple(OPTIONS))
     wrong = [name for name in given if name not in OPTIONS[policy]]
     if wrong:
         raise ValueError(f"policy={policy!r} takes {', '.join(OPTIONS[policy])}, got {', '.join(wrong)}")
     if policy == "gate":
+        bound = {"capacity": given.pop("capacity")} if "capacity" in given else {}
         gate = RetentionGate(1, 1, device="meta", **given)  # checks them and supplies the defaults
-        return {"policy": policy, **{name: getattr(gate, name) for name in OPTIONS[policy]}}
+        names = [name for name in OPTIONS["gate"] if name != "capacity"]
+        return {"policy": policy, **{name: getattr(gate, name) for name in names}, **bound}
     if "window" not in given:
         raise TypeError(f"policy={policy!r} needs a window")
-    window = window_of(given["window"], heads)
+    window = given["window"]
     if policy == "window":
         return {"policy": policy, "window": window, "sinks": checks.whole(given.get("sinks", 4), "sinks", 0)}
     found = {"window": window, "sinks": checks.whole(given.get("sinks", 0), "sinks", 0),

@@ -7,9 +7,9 @@ which modules; a model built from such a configuration is converted when it is m
 """
 from __future__ import annotations
 
-import dataclasses
 import functools
 import sys
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -26,14 +26,13 @@ class Plan(NamedTuple):
     """The target of a conversion."""
 
     module: Any
-    how: DynamicMask | GateMask
     heads: int  # kv heads
     value_dim: int
     width: int  # of its input
 
 
-def plans(model: nn.Module, masks: dict[int, DynamicMask | GateMask]) -> list[Plan]:
-    """How to convert the attention modules of these layers, unless they are converted already. Changes nothing.
+def plans(model: nn.Module, layers: Collection[int]) -> list[Plan]:
+    """The attention modules of these layers, in order, that are not converted already. Changes nothing.
 
     Raises
     ------
@@ -41,9 +40,9 @@ def plans(model: nn.Module, masks: dict[int, DynamicMask | GateMask]) -> list[Pl
         A module cannot be converted.
     """
     config = model.config.get_text_config(decoder=True)
-    return [Plan(module, masks[index], *_value_size(module, config), _width(module, config))
-            for index, module in self_attention(model).items()
-            if index in masks and not isinstance(module, _DynamicMasked)]
+    return [Plan(module, *_value_size(module, config), _width(module, config))
+            for index, module in sorted(self_attention(model).items())
+            if index in layers and not isinstance(module, _DynamicMasked)]
 
 
 def convert_modules(model: Any) -> None:
@@ -51,7 +50,7 @@ def convert_modules(model: Any) -> None:
     config = model.config.get_text_config(decoder=True)
     layers = dynamic_layers(config)
     for plan in plans(model, layers):
-        _convert_module(plan, config)
+        _convert_module(plan, layers[plan.module.layer_idx], config)
     wide = {GATE if isinstance(how, GateMask) else SCORES for how in layers.values() if reads_input(how)}
     if wide:  # whatever type the model is loaded in
         model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), *wide}
@@ -126,14 +125,14 @@ def _width(module: Any, config: Any) -> int:
     return inputs[0] if inputs and config.hidden_size not in inputs else config.hidden_size
 
 
-def _convert_module(plan: Plan, config: Any) -> None:
-    module, how, heads = plan[:3]
+def _convert_module(plan: Plan, how: DynamicMask | GateMask, config: Any) -> None:
+    module, heads = plan.module, plan.heads
     like = next((p for p in module.parameters() if p.is_floating_point()), torch.empty(0))
     made: dict[str, Any] = {"device": like.device, "dtype": like.dtype}
     if reads_input(how):
         made["dtype"] = torch.float64 if like.dtype == torch.float64 else torch.float32
     if isinstance(how, GateMask):
-        gate = RetentionGate(plan.width, heads, **dataclasses.asdict(how), **made)
+        gate = RetentionGate(plan.width, heads, **how.gate, **made)
         setattr(module, GATE, gate.train(module.training))
     elif how.form == "input":
         setattr(module, SCORES, nn.Linear(plan.width, heads, bias=False, **made))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cupy_dma.cache import DynamicCache, GatedCache
 from cupy_dma.masks.interval import NEVER
-from cupy_dma.masks.windows import narrowest
+from cupy_dma.masks.windows import Window, narrowest
 from cupy_dma.torch.registration import wide
 from cupy_dma.torch.tokens import real_first, taken
 from cupy_dma.transformers.layers import DynamicMask, GateMask
@@ -33,14 +33,17 @@ class CroppableCache:
     """Every method that raises has changed nothing."""
 
     def __init__(self, key: Tensor, value: Tensor, how: DynamicMask | GateMask, record_stops: bool = False,
-                 capacity: int | None = None) -> None:
-        """A cache without tokens, for ``key (B, L, Hkv, D)`` and ``value (B, L, Hkv, Dv)``."""
+                 capacity: Window | None = None) -> None:
+        """A cache without tokens, for ``key (B, L, Hkv, D)`` and ``value (B, L, Hkv, Dv)``. ``capacity``: in place of
+        that of a ``GateMask``."""
         batch, _, heads, size = key.shape
         options: dict[str, Any] = {"like": key, "sinks": how.sinks, "record_stops": record_stops}
-        self.store: Store = (
-            GatedCache(batch, heads, size, value.shape[3], delay=how.delay, threshold=how.threshold, capacity=capacity,
-                       **options) if isinstance(how, GateMask) else
-            DynamicCache(batch, heads, how.window, size, value.shape[3], recent=how.recent, **options))
+        self.store: Store
+        if isinstance(how, GateMask):
+            self.store = GatedCache(batch, heads, size, value.shape[3], delay=how.delay, threshold=how.threshold,
+                                    capacity=how.capacity if capacity is None else capacity, **options)
+        else:
+            self.store = DynamicCache(batch, heads, how.window, size, value.shape[3], recent=how.recent, **options)
         self.has_padding = False  # whether there has been any
         self._real: list[Tensor] | None = [] if record_stops else None  # bool (B, L) of every call: which tokens are
         self._before: Store | None = None  # where the past is recorded: the store when that began

@@ -19,6 +19,7 @@ from transformers.cache_utils import DynamicLayer
 
 from cupy_dma.masks.interval import NEVER, IntervalMask
 from cupy_dma.torch import RetentionGate, attention
+from cupy_dma.torch.kept import kept_keys
 from cupy_dma.transformers.cache_layer import DynamicMaskLayer
 from cupy_dma.transformers.layers import GATE, gated_layers
 from cupy_dma.transformers.visibility import Visibility
@@ -94,7 +95,7 @@ class FullGatedCache(FullCache):
     Raises
     ------
     ValueError
-        The configuration has no layer with a gate.
+        The configuration has no layer with a gate, or bounds its open keys (``capacity``).
     """
 
     def __init__(self, config: Any) -> None:
@@ -103,6 +104,8 @@ class FullGatedCache(FullCache):
         if not gated:
             raise ValueError(f"config must be of a model converted with policy='gate', got {type(config).__name__} "
                              f"without gates")
+        if any(how.capacity is not None for how in gated.values()):
+            raise ValueError("config must have no capacity, which a FullGatedCache does not keep to: use a GatedCache")
         super().__init__(config=config)
         layers: list[Any] = self.layers
         # Older versions of transformers have none for the last layers if these reuse others' keys and values.
@@ -147,13 +150,17 @@ class GateCall:
                 self._found = self.layer.append_gates(gate, self._found, past)
         return self._found
 
+    def open_logits(self, gate: RetentionGate) -> Tensor:
+        """``(B, Hkv, N)`` of new tokens, -inf where a gate is closed."""
+        return gate.ranks(self._hidden_states)
+
     def ranks(self, gate: RetentionGate, seen: Visibility | None) -> Tensor:
         """``(B, Hkv, N)`` of new tokens, for a ``GatedCache``: in training the logarithms of their gates."""
         assert isinstance(self.layer, DynamicMaskLayer)
         if self._found is None and gate.training:
             self.log_gate(gate, self.layer.get_seq_length() + self._hidden_states.shape[1], seen)
         elif self._found is None:
-            self._found = gate.ranks(self._hidden_states)
+            self._found = self.open_logits(gate)
         assert self._found is not None
         return self._found
 
@@ -166,7 +173,8 @@ def gated_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, seen
         if seen is not None and (seen.documents or seen.window is not None):
             raise NotImplementedError("a GatedCache supports no packed sequences or sliding windows: give one row per "
                                       "sequence")
-        how = replace(module.dynamic_mask, delay=gate.delay, threshold=gate.threshold, sinks=gate.sinks)
+        how = replace(module.dynamic_mask, delay=gate.delay, threshold=gate.threshold, sinks=gate.sinks,
+                      capacity=module.dynamic_mask.capacity if gate.enabled else None)
         sink_logits = settings.pop("sink_logits", None)
         return layer.attend(query, key, value, module.gate_call.ranks(gate, seen), how,
                             None if seen is None else seen.new_tokens(), {**settings, "add_gates": gate.training},
@@ -177,4 +185,10 @@ def gated_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, seen
     if recorded is not None:
         bias = {"bias": log_gate[:, :, None], "bias_delay": gate.delay} if gate.training else {}
         return attention(query, key, value, mask=recorded, **bias, **settings)
-    return gate.attend(query, key, value, log_gate, mask=None if seen is None else seen.interval(), **settings)
+    mask = None if seen is None else seen.interval()
+    capacity = module.dynamic_mask.capacity
+    if capacity is not None and gate.enabled and not gate.training:
+        padding, documents = (None, None) if seen is None else (seen.padding, seen.numbering)
+        best = kept_keys(module.gate_call.open_logits(gate), capacity, gate.sinks, gate.delay, padding, documents, None)
+        mask = best if mask is None else best & mask
+    return gate.attend(query, key, value, log_gate, mask=mask, **settings)

@@ -5,14 +5,17 @@ saved with its configuration, by policy::
 
     {"layers": [0, 1, ...], "window": 2048, "sinks": 0, "recent": 0, "form": "exp"}         or "scores": "input"
     {"layers": [0, 1, ...], "policy": "window", "window": 2048, "sinks": 4}
-    {"layers": [0, 1, ...], "policy": "gate", "delay": 256, "threshold": -12.0, "sinks": 4, ...}
+    {"layers": [0, 1, ...], "policy": "gate", "delay": 256, "threshold": -12.0, "sinks": 4, ...}     or a "capacity"
+
+Budgets, ``window`` and ``capacity``, are kept in the form that ``budgets.py`` describes.
 """
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from cupy_dma.masks.windows import Window
+from cupy_dma.transformers.budgets import budgets
 
 NAME = "cupy_dma"  # of the attention implementation
 KEY = "dynamic_mask"  # of a converted model's note in its configuration
@@ -33,41 +36,44 @@ class DynamicMask:
 
 @dataclass(frozen=True)
 class GateMask:
-    """The options of a layer's ``cupy_dma.torch.RetentionGate``."""
+    """The options of a layer's ``cupy_dma.torch.RetentionGate``, and how many open keys it keeps in evaluation."""
 
     delay: int
     threshold: float
     sinks: int
     temperature: float
     hidden: int | None = None
+    capacity: Window | None = None
+
+    @property
+    def gate(self) -> dict[str, Any]:
+        """The options of the gate."""
+        return {name: value for name, value in asdict(self).items() if name != "capacity"}
 
 
 def dynamic_layers(config: Any) -> dict[int, DynamicMask | GateMask]:
     """The layers with dynamic masks of a model with this configuration. Doge layers that are also sliding windows are
     left out: what they keep is not an interval mask."""
-    how: DynamicMask | GateMask
     if getattr(config, "model_type", None) == "doge":
         if config.sliding_window is not None:
             return {}
-        how = DynamicMask(config.keep_window_size)
-        return dict.fromkeys(range(config.num_hidden_layers), how)
+        return dict.fromkeys(range(config.num_hidden_layers), DynamicMask(config.keep_window_size))
     noted = getattr(config, KEY, None)
     if noted is None:
         return {}
-    policy = noted.get("policy")
-    options: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value  # JSON has no tuples
-                               for name, value in noted.items() if name not in ("layers", "policy")}
-    if policy == "gate":
-        how = GateMask(**options)
-    elif policy == "window":
-        how = DynamicMask(**options, form="none")
-    elif "scores" in options:
-        how = DynamicMask(**{name: x for name, x in options.items() if name != "scores"}, form="input")
-    else:
-        how = DynamicMask(**options)
-    return dict.fromkeys(noted["layers"], how)
+    options: dict[str, Any] = {name: value for name, value in noted.items()
+                               if name not in ("layers", "policy", "scores", "window", "capacity")}
+    policy, layers = noted.get("policy"), noted["layers"]
+    kind: Any = GateMask if policy == "gate" else DynamicMask
+    if policy == "window" or "scores" in noted:
+        options["form"] = "none" if policy == "window" else "input"
+    name = "capacity" if policy == "gate" else "window"
+    if name not in noted:
+        return dict.fromkeys(layers, kind(**options))
+    each = budgets(noted[name], f"config.{KEY}[{name!r}]", layers, [None] * len(layers))
+    return {index: kind(**options, **{name: budget}) for index, budget in zip(layers, each)}
 
 
-def gated_layers(config: Any) -> list[int]:
+def gated_layers(config: Any) -> dict[int, GateMask]:
     """The gated ones among them: all or none."""
-    return [index for index, how in dynamic_layers(config).items() if isinstance(how, GateMask)]
+    return {index: how for index, how in dynamic_layers(config).items() if isinstance(how, GateMask)}

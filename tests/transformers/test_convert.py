@@ -34,14 +34,16 @@ def test_a_long_window_changes_nothing(name, how, form):
     assert all(key.endswith((".A", ".dt_proj.weight")) for key in added)
 
 
-@pytest.mark.parametrize("options", [{}, {"sinks": 2, "recent": 3}, {"form": "linear"}, {"window": (9, 4)},
-                                     {"scores": "input"}, {"scores": "input", "recent": 3}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"sinks": 2, "recent": 3}, {"form": "linear"}, {"window": [[9, 4]]},
+                                     {"window": [4, 12]}, {"window": [[9, 4], 6]}, {"scores": "input"},
+                                     {"scores": "input", "recent": 3}], ids=str)
 @pytest.mark.parametrize("how", ["plain", "left", "packed"])
 def test_the_mask_is_what_it_says(options, how):
     """Against transformers' eager attention with the mask and the scores written out, layer by layer."""
     given, real = small.batch(how)
     model = small.converted("llama", **options)
-    window = options.get("window", small.WINDOW)
+    windows = {str([[9, 4]]): [(9, 4)] * 2, str([4, 12]): [4, 12], str([[9, 4], 6]): [(9, 4), 6]}.get(
+        str(options.get("window")), [small.WINDOW] * 2)
     seen = []
 
     def written_out(module, query, key, value, attention_mask, scaling, **_):
@@ -54,8 +56,8 @@ def test_the_mask_is_what_it_says(options, how):
             scores = module.A * torch.nn.functional.softplus(module.dt_proj(value.transpose(1, 2).flatten(2)))
             scores = scores if options.get("form") == "linear" else scores.exp()
         scores = scores.transpose(1, 2)
-        mask = kept_keys(scores, window, options.get("sinks", 0), options.get("recent", 0), padding, documents,
-                         None).to_dense(query.shape[2])
+        mask = kept_keys(scores, windows[module.layer_idx], options.get("sinks", 0), options.get("recent", 0), padding,
+                         documents, None).to_dense(query.shape[2])
         logits = query @ key.repeat_interleave(2, 1).transpose(2, 3) * scaling + scores[:, :, None].repeat_interleave(
             2, 1)
         weights = logits.masked_fill(~mask.repeat_interleave(2, 1), -torch.inf).softmax(-1).nan_to_num(0)
@@ -86,6 +88,47 @@ def test_it_learns():
             assert layer.self_attn.A.grad.abs().max() > 0
             assert (layer.self_attn.dt_proj.weight.grad.abs().max() > 0) == (step > 0)
         optimizer.step()
+
+
+# ---- budgets ----
+@pytest.mark.parametrize(("given", "noted", "each"), [
+    (7, 7, [7, 7]), ([7, 7], 7, [7, 7]), ([[7, 7]], 7, [7, 7]), ((7, 9), [7, 9], [7, 9]),
+    ([[9, 4]], [[9, 4], [9, 4]], [(9, 4), (9, 4)]), ([[9, 4], 6], [[9, 4], 6], [(9, 4), 6]),
+    (torch.tensor([[9, 4], [6, 6]]), [[9, 4], 6], [(9, 4), 6])], ids=str)
+@pytest.mark.parametrize("options", [{}, {"policy": "window", "sinks": 1}, {"policy": "gate", "delay": 5}], ids=str)
+def test_budgets(given, noted, each, options, tmp_path):
+    """Of layers and kv heads, in the configuration, in a model loaded from it, and in its caches."""
+    name = "capacity" if options.get("policy") == "gate" else "window"
+    model = small.randomize(dmt.convert(small.model_of("llama", "eager"), **{name: given}, **options))
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["dynamic_mask"][name] == noted
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert [getattr(layer.self_attn.dynamic_mask, name) for layer in model.model.layers] == each
+    ids = small.batch("plain")[0]["input_ids"]
+    cache = (dmt.DynamicMaskCache if name == "window" else dmt.GatedCache)(model.config)
+    with torch.no_grad():
+        expected = model(input_ids=ids, use_cache=False).logits
+        parts = [model(input_ids=part, **{small.CACHE: cache}).logits for part in ids.split([9, 1, 30], 1)]
+    assert [getattr(store, name) for layer in cache.layers for store in layer.stores] == each
+    torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["window", "capacity"])
+@pytest.mark.parametrize(("given", "error", "message"), [
+    (0, ValueError, "{} must be at least 1, got 0"), ([4, 0], ValueError, r"{}\[1\] must be at least 1, got 0"),
+    ([4, 5, 6], ValueError, r"{} must be an int, one per layer.*the layers are \[0, 1\], got 3 of them"),
+    ([[4, 5, 6]], ValueError, r"{}\[0\] must be an int, or one int for each of 2 kv heads, got 3"),
+    ([[4, 5], [4, 0]], ValueError, r"{}\[1\]\[1\] must be at least 1"), ("16", TypeError, "{} must be an int"),
+    ([4, 2.5], TypeError, r"{}\[1\]"), (torch.ones(2, 2, 2), TypeError, "{} must be ints in host memory"),
+    ([], ValueError, "got 0 of them")], ids=str)
+def test_budgets_that_do_not_fit(name, given, error, message):
+    model = small.model_of("llama", "eager")
+    policy = "gate" if name == "capacity" else "top_w"
+    with pytest.raises(error, match=message.format(name)):
+        dmt.convert(model, policy=policy, **{name: given})
+    with pytest.raises(ValueError, match=rf"layers must ascend where {name} has one entry per layer, got \[1, 0\]"):
+        dmt.convert(model, policy=policy, layers=[1, 0], **{name: [4, 5]})
+    assert not hasattr(model.config, "dynamic_mask") and model.config._attn_implementation == "eager"
 
 
 # ---- scores of the layer's input ----
@@ -204,7 +247,7 @@ def test_another_implementation_is_refused():
     ({"window": 4, "scores": "input", "form": "exp"}, ValueError, "form needs scores='value', got form='exp'"),
     ({"policy": "window", "window": 4, "scores": "input"}, ValueError, "takes window, sinks, got scores"),
     ({"policy": "gates"}, ValueError, "policy must be 'top_w' or 'window' or 'gate', got 'gates'"),
-    ({"policy": "gate", "window": 4}, ValueError, "policy='gate' takes delay, threshold, sinks.*, got window"),
+    ({"policy": "gate", "window": 4}, ValueError, "takes delay, threshold, sinks.*, capacity, got window"),
     ({"policy": "window", "window": 4, "recent": 3, "delay": 2}, ValueError, "takes window, sinks, got recent, delay"),
     ({"window": 4, "hidden": 8}, ValueError, "takes window, sinks, recent, form, scores, got hidden"),
     ({"policy": "window"}, TypeError, "policy='window' needs a window"), ({}, TypeError, "policy='top_w' needs a wind"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -218,6 +219,35 @@ def test_a_bounded_cache():
                 assert [j for j in kept.positions[b, h].tolist() if j >= 0] == expected
     with pytest.raises(RuntimeError, match="the cache keeps open gates and no padding"):
         cache.crop(-1)
+
+
+@pytest.mark.parametrize("how", ["plain", "left"])
+def test_a_capacity_of_the_model(how):
+    """Forward passes keep to it, as generation does; open gates, and gates in training, have none."""
+    model = gated("llama", capacity=[[3, 6], 2])
+    given, real = small.batch(how)
+    logits = model(**given, use_cache=False).logits[real]
+    unbounded = copy.deepcopy(model)
+    for layer in unbounded.model.layers:
+        layer.self_attn.dynamic_mask = replace(layer.self_attn.dynamic_mask, capacity=None)
+    assert (unbounded(**given, use_cache=False).logits[real] - logits).abs().max() > 1e-3
+    cache = dmt.GatedCache(model.config)
+    with torch.no_grad():
+        close(model(**given, **{small.CACHE: cache}).logits[real], logits)
+    found, cache = generated(model, prompt(how), **GREEDY)
+    assert [store.capacity for layer in cache.layers for store in layer.stores] == [(3, 6), 2]
+    assert torch.equal(found, generated(model, prompt(how), **GREEDY, use_cache=False)[0])
+    wide = dmt.GatedCache(model.config, capacity=[99, [99, 98]])
+    found, _ = generated(model, prompt(how), **GREEDY, **{small.CACHE: wide})
+    assert [store.capacity for layer in wide.layers for store in layer.stores] == [99, (99, 98)]
+    assert torch.equal(found, generated(unbounded, prompt(how), **GREEDY)[0])
+    for both in (model, unbounded):
+        for gate in gates_of(both):
+            gate.enabled = False
+    for options in ({"use_cache": False}, {}):
+        close(model(**given, **options).logits[real], unbounded(**given, **options).logits[real])
+    with pytest.raises(ValueError, match="config must have no capacity, which a FullGatedCache does not keep to"):
+        dmt.FullGatedCache(model.config)
 
 
 def test_what_a_gated_cache_does_not_take():
