@@ -13,7 +13,8 @@ A cache with room for ``budget`` keys evicts one at every step once it is full: 
     knorm       minus the key's norm                                          L2 norm (2406.11430)
     keydiff     minus the key's cosine with the mean of the kept directions   KeyDiff (2504.15364)
 
-``snapkv`` evicts once, at the end of a prompt. A rank of your own is a function of a ``Step``.
+A rank of your own is a function of a ``Step``. ``snapkv``, ``expected_attention`` and ``from_press`` (scores in the
+convention of kvpress) evict once, at the end of a prompt: ``prompt_policies.py``.
 """
 from __future__ import annotations
 
@@ -21,8 +22,19 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from cupy_dma import checks
-from cupy_dma.arrays import Array, Library, Operand, describe
+from cupy_dma.arrays import Array
 from cupy_dma.masks.interval import NEVER
+from cupy_dma.masks.prompt_policies import (
+    average_rotation,
+    expected_attention,
+    from_press,
+    kind_of,
+    queries_and_keys,
+    snapkv,
+    wide,
+)
+
+__all__ = ["POLICIES", "Step", "average_rotation", "evictions", "expected_attention", "from_press", "snapkv"]
 
 
 class Step(NamedTuple):
@@ -91,7 +103,7 @@ def evictions(query: Array, key: Array, budget: int, policy: str | Callable[[Ste
     array([2147483647,          3,          4,          5,          6,
            2147483647], dtype=int32)
     """
-    q, k = _checked(query, key)
+    q, k = queries_and_keys(query, key)
     budget, sinks = checks.whole(budget, "budget", 1), checks.whole(sinks, "sinks", 0)
     recent = checks.whole(recent, "recent", 0)
     if sinks + recent >= budget:
@@ -102,14 +114,14 @@ def evictions(query: Array, key: Array, budget: int, policy: str | Callable[[Ste
     (batch, length, heads, size), kv_heads = q.shape, k.shape[2]
     library, xp, device = k.library, k.library.xp, k.device
     with library.on(device):
-        queries, keys = _wide(q), _wide(k)
+        queries, keys = wide(q), wide(k)
         scale = size ** -0.5 if scale is None else checks.real(scale, "scale")
         b, h = (library.astype(library.arange(0, n, device), "int64") for n in (batch, kv_heads))
         b = b[:, None]
         stop = library.full((batch, kv_heads, length), NEVER, "int32", device)
-        held = library.full((batch, kv_heads, budget, size), 0, _kind(k), device)
+        held = library.full((batch, kv_heads, budget, size), 0, kind_of(k), device)
         position = library.full((batch, kv_heads, budget), -1, "int64", device)
-        totals = library.full((batch, kv_heads, budget), 0, _kind(k), device)
+        totals = library.full((batch, kv_heads, budget), 0, kind_of(k), device)
         slot = library.full((batch, kv_heads), 0, "int64", device)
         for i in range(length):
             held[b, h, slot], position[b, h, slot], totals[b, h, slot] = keys[:, i], i, 0
@@ -121,88 +133,8 @@ def evictions(query: Array, key: Array, budget: int, policy: str | Callable[[Ste
             totals[:, :, :filled] = totals[:, :, :filled] + weights
             slot = slot + 1
             if filled == budget:
-                rank = library.astype(policy(Step(xp, weights, totals, held, position)), _kind(k))
+                rank = library.astype(policy(Step(xp, weights, totals, held, position)), kind_of(k))
                 stays = (position < sinks) | (position > i - recent)
                 slot = xp.argmin(xp.where(stays, float("inf"), rank), -1)
                 stop[b, h, position[b, h, slot]] = i + 1
         return library.export(stop)
-
-
-def snapkv(query: Array, key: Array, budget: int, prompt: int, *, window: int = 32, pool: int = 5,
-           scale: float | None = None) -> Any:
-    """SnapKV (arXiv 2404.14469): at the end of a prompt, keep its last ``window`` keys and those that their queries
-    attend to most.
-
-    Parameters
-    ----------
-    query, key
-        As for ``evictions``; at least the prompt's.
-    budget : int
-        Keys of the prompt that are kept, at least ``window``.
-    prompt : int
-        Its tokens, at least ``window``. Later keys stay.
-    window : int
-        How many last tokens of the prompt vote.
-    pool : int
-        A key has the most votes of the ``pool`` keys around it; odd.
-    scale : float, optional
-        As for ``evictions``.
-
-    Returns
-    -------
-    int32 array ``(B, Hkv, N)``, as for ``evictions``: ``prompt`` for keys that go.
-
-    Raises
-    ------
-    TypeError, ValueError
-        An argument has the wrong type, shape or value.
-    """
-    q, k = _checked(query, key)
-    window, pool = checks.whole(window, "window", 1), checks.whole(pool, "pool", 1)
-    prompt, budget = checks.whole(prompt, "prompt", window), checks.whole(budget, "budget", window)
-    (batch, length, heads, size), kv_heads = q.shape, k.shape[2]
-    if pool % 2 == 0 or prompt > length:
-        raise ValueError(f"pool must be odd and prompt at most N={length}, got pool={pool} and prompt={prompt}")
-    library, xp, device = k.library, k.library.xp, k.device
-    with library.on(device):
-        scale = size ** -0.5 if scale is None else checks.real(scale, "scale")
-        before = prompt - window
-        queries = _wide(q)[:, before:prompt].reshape(batch, window, kv_heads, heads // kv_heads, size)
-        logits = xp.einsum("bqhgd,bkhd->bhgqk", queries, _wide(k)[:, :prompt]) * scale
-        place = library.arange(0, prompt, device)
-        logits = xp.where(place[None] <= place[before:, None], logits, -float("inf"))
-        weights = xp.exp(logits - xp.amax(logits, -1)[..., None])
-        votes = (weights / weights.sum(-1)[..., None]).sum((2, 3))[:, :, :before]
-        padded = library.full((batch, kv_heads, before + pool - 1), -float("inf"), _kind(k), device)
-        padded[:, :, pool // 2:pool // 2 + before] = votes
-        pooled = padded[:, :, :before]
-        for i in range(1, pool):
-            pooled = xp.maximum(pooled, padded[:, :, i:i + before])
-        stop = library.full((batch, kv_heads, length), NEVER, "int32", device)
-        if budget < prompt:
-            gone = xp.argsort(pooled, -1)[:, :, :prompt - budget]
-            b, h = (library.astype(library.arange(0, n, device), "int64") for n in (batch, kv_heads))
-            stop[b[:, None, None], h[:, None], gone] = prompt
-        return library.export(stop)
-
-
-def _checked(query: Any, key: Any) -> tuple[Operand, Operand]:
-    q, k = describe(query, "query"), describe(key, "key")
-    checks.require_same_device((k, q))
-    for operand in (q, k):
-        checks.one_of_types(operand, checks.FLOATS)
-        if operand.ndim != 4:
-            raise ValueError(f"{operand.name} must have shape (B, N, H, D), got {operand.shape}")
-    if q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3] or q.shape[2] % k.shape[2]:
-        raise ValueError(f"query must have shape (B, N, H, D) and key (B, N, Hkv, D), H a multiple of Hkv, got "
-                         f"{q.shape} and {k.shape}")
-    return q, k
-
-
-def _kind(operand: Operand) -> str:
-    return "float64" if operand.dtype == "float64" else "float32"
-
-
-def _wide(operand: Operand) -> Any:
-    library: Library = operand.library
-    return library.astype(operand.array, _kind(operand))

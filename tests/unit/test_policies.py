@@ -6,7 +6,14 @@ import pytest
 
 import cupy_dma as dma
 from cupy_dma.masks.interval import NEVER
-from cupy_dma.masks.policies import POLICIES, evictions, snapkv
+from cupy_dma.masks.policies import (
+    POLICIES,
+    average_rotation,
+    evictions,
+    expected_attention,
+    from_press,
+    snapkv,
+)
 from tests.oracle import reference
 
 B, N, H, HKV, D, BUDGET = 2, 50, 4, 2, 8, 11
@@ -98,6 +105,147 @@ def test_snapkv(budget, window, pool, rng, convert):
         gone = np.flatnonzero(found[b, h] < NEVER)
         assert len(gone) == prompt - budget and (found[b, h][gone] == prompt).all()
         assert all(pooled[j] <= threshold + 1e-9 for j in gone) and (gone < prompt - window).all()
+
+
+# ---- Expected Attention ----
+def turned(x, position, base=10000.0):
+    """Rotated by complex numbers, halves together; ``x (..., D)``, ``position (...)``."""
+    half = x.shape[-1] // 2
+    pairs = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * position[..., None] * base ** (-np.arange(half) / half))
+    return np.concatenate([pairs.real, pairs.imag], -1)
+
+
+def expected_written_out(query, key, value, sinks, prompt, rotation, epsilon=0.0, covariance=True, scale=D ** -0.5):
+    """Scores of the keys behind the sinks; one kv head: query (N, G, D), key and value (N, D)."""
+    found = np.zeros(prompt - sinks)
+    for g in range(query.shape[1]):
+        q = query[sinks:prompt, g] @ rotation.T
+        mean, spread = q.mean(0), np.cov(q.T, bias=True)
+        z = np.array([np.exp(scale * mean @ k + covariance * scale ** 2 / 2 * k @ spread @ k)
+                      for k in key[sinks:prompt]])
+        found += z / z.sum() / query.shape[1]
+    return found if value is None else (found + epsilon) * np.linalg.norm(value[sinks:prompt], axis=-1)
+
+
+@pytest.mark.parametrize(("options", "with_value"), [
+    ({}, True), ({}, False), ({"sinks": 0, "epsilon": 0.02}, True), ({"covariance": False, "scale": 0.6}, True),
+    ({"rotation": average_rotation(D, 40, 16)}, True)], ids=str)
+def test_expected_attention(options, with_value, rng, convert):
+    prompt, budget = 40, 13
+    query, key, value = drawn(rng)
+    given = [convert(query), convert(key), convert(value) if with_value else None]
+    found = convert.back(expected_attention(*given, budget, prompt, **options))
+    others = {"sinks": 4, "rotation": np.eye(D), **options}
+    for b, h in np.ndindex(B, HKV):
+        scores = expected_written_out(query[b, :, 2 * h:2 * h + 2], key[b, :, h],
+                                      value[b, :, h] if with_value else None, prompt=prompt, **others)
+        kept = {*range(others["sinks"]), *(others["sinks"] + np.argsort(scores)[::-1][:budget - others["sinks"]])}
+        assert set(np.flatnonzero(found[b, h] == NEVER)) == {*kept, *range(prompt, N)}
+        assert (np.delete(found[b, h], [*kept, *range(prompt, N)]) == prompt).all()
+
+
+def test_the_closed_form_is_the_mean(rng):
+    """Of ``exp(scale * q . k)`` over many queries that are Gaussian: as good as all the same keys stay."""
+    length, budget = 4000, 100
+    query, key = rng.standard_normal((2, 1, length, 1, D))
+    query = query @ (0.35 * rng.standard_normal((D, D))) + 0.3 * rng.standard_normal(D)
+    stop = expected_attention(query, key, None, budget, length, sinks=0)[0, 0]
+    mean = np.exp(query[0, :, 0] @ key[0, :, 0].T / np.sqrt(D)).mean(0)
+    best = np.argsort(mean)[-budget:]
+    assert (stop[best] == NEVER).mean() > 0.9
+    by_mean = expected_attention(query, key, None, budget, length, sinks=0, covariance=False)[0, 0]
+    assert (by_mean[best] == NEVER).mean() < 0.7
+
+
+def test_the_average_rotation(rng):
+    x, position = rng.standard_normal((5, D)), np.arange(7, 7 + 30)
+    expected = np.mean([turned(x, np.full(5, p)) for p in position], 0)
+    np.testing.assert_allclose(x @ average_rotation(D, 7, 30).T, expected, rtol=0, atol=1e-12)
+
+
+# ---- kvpress ----
+class Press:
+    """In the convention of kvpress: more is kept of keys with small norms and of values with large ones."""
+
+    def __init__(self):
+        self.calls = []
+
+    def score(self, module, hidden_states, keys, values, attentions, kwargs):
+        self.calls.append((module, hidden_states, keys.shape, values.shape, attentions, kwargs))
+        return (values ** 2).sum(-1) - (keys ** 2).sum(-1)
+
+
+def test_a_press(rng, convert):
+    press, prompt, budget = Press(), 40, 12
+    _, key, value = drawn(rng)
+    found = convert.back(from_press(press, convert(key), convert(value), budget, prompt, module="m", hidden_states="x",
+                                    kwargs={"position": 3}, sinks=2, recent=3))
+    assert press.calls == [("m", "x", (B, HKV, prompt, D), (B, HKV, prompt, D), None, {"position": 3})]
+    scores = (value ** 2).sum(-1) - (key ** 2).sum(-1)
+    for b, h in np.ndindex(B, HKV):
+        free = scores[b, 2:prompt - 3, h]
+        kept = {0, 1, *(2 + np.argsort(free)[::-1][:budget - 5]), *range(prompt - 3, N)}
+        assert set(np.flatnonzero(found[b, h] == NEVER)) == kept
+    bare = from_press(press.score, convert(key), convert(value), budget, prompt, sinks=2, recent=3)
+    np.testing.assert_array_equal(convert.back(bare), found)
+    assert (convert.back(from_press(press, convert(key), convert(value), prompt, prompt)) == NEVER).all()
+
+
+def test_a_press_as_a_cache(rng):
+    """A gated cache filled with the prompt stores the keys that stay, and later tokens see what the mask shows."""
+    prompt, budget = 40, 12
+    query, key, value = drawn(rng, np.float32)
+    stop = from_press(Press(), key, value, budget, prompt, sinks=1)
+    out = dma.attention(query, key, value, mask=dma.IntervalMask.from_stop(stop))
+    gates = np.where(stop == NEVER, 0, -np.inf).astype(np.float32)
+    cache = dma.GatedCache(B, HKV, D, dtype="float32", delay=1, threshold=-1.0)
+    cache.update(key[:, :prompt], value[:, :prompt], gates[..., :prompt])
+    assert (cache.kept().positions >= 0).sum(-1).max() <= budget + 1  # the last token, too
+    later = cache.extend(query[:, prompt:], key[:, prompt:], value[:, prompt:], gates[..., prompt:], add_gates=False)
+    np.testing.assert_allclose(later, out[:, prompt:], rtol=0, atol=1e-5)
+
+
+def test_policies_at_equal_kept_rows(rng):
+    """Queries are Gaussian, and a few keys lie where they point: policies that look at queries find them, in as many
+    rows."""
+    prompt, budget, length = 160, 24, 200
+    direction = rng.standard_normal((HKV, D))
+    query = 1.5 * np.repeat(direction, H // HKV, 0) + 0.5 * rng.standard_normal((B, length, H, D))
+    key, value = rng.standard_normal((2, B, length, HKV, D))
+    places = np.stack([rng.permutation(prompt - 40)[:16] + 4 for _ in range(B)])
+    for b in range(B):
+        key[b, places[b]] += 1.5 * direction
+    full = dma.attention(query, key, value, causal=True)
+    knorm = from_press(lambda module, x, keys, values, attentions, kwargs: -(keys ** 2).sum(-1), key, value, budget,
+                       prompt)
+    anyone = from_press(lambda module, x, keys, values, attentions, kwargs: rng.random(keys.shape[:3]), key, value,
+                        budget, prompt)
+    found = {"expected": expected_attention(query, key, value, budget, prompt, sinks=0), "knorm": knorm,
+             "random": anyone, "snapkv": snapkv(query, key, budget, prompt, window=8, pool=1)}
+    error = {}
+    for name, stop in found.items():
+        assert ((stop[..., :prompt] == NEVER).sum(-1) == budget).all(), name
+        out = dma.attention(query, key, value, mask=dma.IntervalMask.from_stop(stop))
+        error[name] = np.abs(out - full)[:, prompt:].mean()
+    assert max(error["expected"], error["snapkv"]) < 0.7 * min(error["random"], error["knorm"]), error
+
+
+@pytest.mark.parametrize(("call", "error", "message"), [
+    (lambda q, k, v: expected_attention(q, k, v, 8, N + 1), ValueError, f"prompt must be at most N={N}, got {N + 1}"),
+    (lambda q, k, v: expected_attention(q, k, v, 3, 40), ValueError, "budget must be at least 4"),
+    (lambda q, k, v: expected_attention(q, k, v, 8, 4), ValueError, "prompt must be at least 5"),
+    (lambda q, k, v: expected_attention(q, k, v[:, 1:], 8, 40), ValueError, "value must have shape"),
+    (lambda q, k, v: expected_attention(q, k, v, 8, 40, rotation=np.eye(3)), ValueError, "rotation must have shape"),
+    (lambda q, k, v: expected_attention(q, k, v, 8, 40, epsilon=-1.0), ValueError, "epsilon"),
+    (lambda q, k, v: average_rotation(3, 0), ValueError, "size must be even and base above 0, got size=3"),
+    (lambda q, k, v: from_press(3, k, v, 8, 40), TypeError, "press must be a function or have a method score, got int"),
+    (lambda q, k, v: from_press(Press(), k, v, 4, 40, sinks=3, recent=2), ValueError, "budget must be at least 5"),
+    (lambda q, k, v: from_press(lambda *given: given[2], k, v, 8, 40), ValueError,
+     r"press must return scores of shape \(B, Hkv, prompt\) = \(2, 2, 40\), got \(2, 2, 40, 8\)"),
+    (lambda q, k, v: from_press(Press(), k[0], v, 8, 40), ValueError, "key must have shape")])
+def test_errors_of_prompt_policies(call, error, message, rng):
+    with pytest.raises(error, match=message):
+        call(*drawn(rng))
 
 
 @pytest.mark.parametrize(("arguments", "options", "message"), [
