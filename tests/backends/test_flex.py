@@ -29,11 +29,13 @@ MASKED = [case for case in CASES if case.name.startswith(("mask-", "causal-and-"
 
 
 # ---- the grid ----
+@pytest.mark.feature("flex forward", "attention", "every case")
 @pytest.mark.parametrize("case", CASES + FEW_DELAYS, ids=str)
 def test_forward_grid(case):
     cases.check(case, *cases.run(case, backend="flex"))
 
 
+@pytest.mark.feature("flex backward", "attention", "every case")
 @pytest.mark.parametrize("case", CASES + FEW_DELAYS, ids=str)
 def test_backward_grid(case):
     cases.check_backward(case, cases.run_backward(case, backend="flex", with_dlse=True), with_dlse=True)
@@ -44,6 +46,7 @@ def test_what_a_bias_of_minus_infinity_hides(case):
     hidden_keys.run(case, backend="flex")
 
 
+@pytest.mark.feature("flex forward backward", "attention", "bitwise")
 @pytest.mark.parametrize("case", [case for case in CASES if case.name.startswith("bias-")], ids=str)
 def test_deterministic_gradients(case):
     first, again = (cases.run_backward(case, backend="flex", deterministic=True) for _ in range(2))
@@ -51,6 +54,7 @@ def test_deterministic_gradients(case):
     assert all(x is y is None or np.array_equal(x, y) for x, y in zip(first, again))
 
 
+@pytest.mark.feature("flex forward backward", "attention", "dense masks, intervals", case="flex")
 @pytest.mark.parametrize(("shape", "mask_shape"), [
     ((2, 1, 1, 40), (1, 2, 30, 1)), ((1, 4, 30, 40), (30, 40)), ((1, 1, 1, 1), (2, 1, 30, 40)),
     ((2, 2, 1, 1), (1, 4, 30, 40)), ((1, 1, 30, 1), (2, 4, 30, 40)), ((2, 4, 30, 40), (1, 2, 30, 40)),
@@ -88,6 +92,7 @@ def hidden_case(rng):
     return q, k, v, rng.standard_normal((1, 1, 60)).astype(np.float32), dma.IntervalMask.padding(padding)
 
 
+@pytest.mark.feature("flex forward backward", "attention", "keys that no query sees")
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("dense", [False, True])
 def test_what_nobody_sees_changes_no_bit(rng, bad, dense):
@@ -239,6 +244,8 @@ def test_many_configurations(traced, rng):
 
 
 # ---- torch ----
+@pytest.mark.feature("flex forward", "torch", "autocast")
+@pytest.mark.feature("flex forward backward", "torch", "autograd", "torch.compile")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_torch_gradients(rng, compiled):
     """Through autograd, and through an operator below which the dispatcher has no autograd and no vmap."""
@@ -275,6 +282,7 @@ def test_varlen_is_refused(rng):
 
 
 # ---- scores and selection ----
+@pytest.mark.feature("flex forward", "Scores and selection", "IntervalMask.top_w", "a window per kv head")
 @given(problems())
 @settings(max_examples=80, deadline=None)
 def test_selection(problem):
@@ -298,6 +306,7 @@ def test_a_long_selection(rng):
     selection_cases.check(scores, 700, backend="flex")
 
 
+@pytest.mark.feature("flex forward backward", "Scores and selection", "key_scores")
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("form", ["exp", "linear"])
 def test_scores_and_their_gradients(rng, dtype, form):
@@ -331,6 +340,7 @@ def test_gradients_of_scores_that_nobody_uses(rng):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.feature("flex forward backward", "dynamic_mask_attention", "from scores or values")
 def test_the_whole_chain(rng):
     q, k, v = draw(rng, b=2, h=4, g=2)
     dt_proj, A = rng.standard_normal((2, 32)).astype(np.float32), np.float32([0.2, 0.1])

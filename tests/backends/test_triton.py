@@ -92,6 +92,7 @@ def draw(torch, n, heads=4, kv_heads=2, size=32, lq=None, dtype=None):
 
 
 # ---- correctness ----
+@pytest.mark.feature("triton forward backward", "attention", "every case", but=("float64-D",))
 @on_device
 @pytest.mark.parametrize(("case", "name"), RUNS, ids=str)
 def test_grid(torch, case, name):
@@ -130,6 +131,7 @@ def test_many_blocks_of_keys(torch, mask):
     cases.check_backward(case, found)
 
 
+@pytest.mark.feature("triton forward", "Scores and selection", "IntervalMask.top_w", "a window per kv head")
 @on_device
 @given(problems(max_length=40))
 @settings(max_examples=20 if INTERPRETED else 60, deadline=None)
@@ -147,6 +149,7 @@ def test_selection_of_long_sequences(torch, length, window):
         selection_cases.check(scores, window, converter("torch"), "triton", **options)
 
 
+@pytest.mark.feature("triton forward backward", "Scores and selection", "key_scores")
 @on_device
 @pytest.mark.parametrize(("name", "dtype"), [(LIBRARIES[0], "bfloat16"), (LIBRARIES[1], "float16"),
                                               (LIBRARIES[1], "bfloat16"), (LIBRARIES[0], "float32")])
@@ -158,6 +161,8 @@ def test_key_scores(torch, name, dtype, form, shape):
     score_cases.check_backward(shape, dtype, form, converter(name), rtol=0.0, backend="triton")
 
 
+@pytest.mark.feature("triton forward backward", "dynamic_mask_attention", "from scores or values")
+@pytest.mark.feature("triton forward backward", "torch", "autograd")
 @on_device
 def test_autograd_and_the_whole_chain(torch):
     """Torch's autograd through scores, selection and attention, against the explicit gradients and NumPy's."""
@@ -178,6 +183,8 @@ def test_autograd_and_the_whole_chain(torch):
         assert torch.allclose(g, getattr(by_hand, name), rtol=1e-4, atol=1e-5), name
 
 
+@pytest.mark.feature("triton forward", "torch", "autocast")
+@pytest.mark.feature("triton forward backward", "torch", "torch.compile")
 @on_device
 def test_compile_and_autocast(torch):
     """In one graph, with the gradients of the eager call; under autocast in its type."""
@@ -204,6 +211,7 @@ def nearly(x, y) -> bool:
     return bool(x.isfinite().all() and ((x - y).abs() <= 2**-9 * (1 + y.abs())).all())
 
 
+@pytest.mark.feature("triton forward backward", "attention", "a NaN")
 @on_device
 @pytest.mark.parametrize(("name", "bad"), [("key", np.nan), ("key", np.inf), ("value", np.nan), ("value", -np.inf)])
 @pytest.mark.parametrize("kind", ["causal", "top_w", "dense"])
@@ -233,6 +241,7 @@ def test_a_bad_row_reaches_only_the_queries_that_see_it(torch, name, bad, kind):
     assert nearly(dirty.query[0, ~sees], pure.query[0, ~sees])
 
 
+@pytest.mark.feature("triton backward", "attention", "a NaN")
 @on_device
 def test_a_bad_query_reaches_only_the_keys_that_it_sees(torch):
     n, where = 90, 45
@@ -253,6 +262,7 @@ def test_a_bad_query_reaches_only_the_keys_that_it_sees(torch):
         assert torch.equal(dirty.query[:, :, 2:], pure.query[:, :, 2:])
 
 
+@pytest.mark.feature("triton forward backward", "attention", "keys that no query sees")
 @on_device
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 def test_what_nobody_sees_changes_no_bit(torch, softcap):
@@ -385,6 +395,7 @@ def test_the_cuda_backend_agrees(torch, head_dim):
         assert (x.float() - y.float()).norm() / y.float().norm() < 0.01, name
 
 
+@pytest.mark.feature("triton forward backward", "attention", "bitwise")
 @pytest.mark.gpu
 @pytest.mark.skipif(INTERPRETED, reason="needs a GPU")
 def test_the_same_bits_every_time_and_on_every_stream(torch):

@@ -39,6 +39,7 @@ def selected(case: Case, found: list[dict]) -> np.ndarray:
     return seen
 
 
+@pytest.mark.feature("numpy forward backward", "distributed", "every case")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_is_the_oracle(ranks, case):
     is_the_oracle(case, ranks.run(case.world, jobs.attend, case))

@@ -30,6 +30,7 @@ def same(found, expected):
         torch.testing.assert_close(found[name], expected[name], **CLOSE)
 
 
+@pytest.mark.feature("numpy forward backward", "distributed", "layers")
 @pytest.mark.parametrize(("how", "world", "options"), [
     ("plain", 2, {}), ("plain", 3, {"sinks": 2, "recent": 3, "qk_norm": True, "bias": True, "dt_bias": True}),
     ("plain", 2, {"checkpoint": True}), ("plain", 4, {"form": "linear", "softcap": 2.0, "rope": None}),
@@ -43,6 +44,7 @@ def test_training(ranks, how, world, options):
         same(found[1], gradients)
 
 
+@pytest.mark.feature("numpy forward backward", "distributed", "layers")
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
 def test_on_a_mesh_of_data_and_sequences(ranks, wrapper):
     _, gradients = alone("plain", {})
@@ -59,6 +61,7 @@ def test_torch_compile_breaks_the_graph_at_collectives_only(ranks):
     same({name: (x + found[1][1][name]) / 2 for name, x in found[0][1].items()}, gradients)
 
 
+@pytest.mark.feature("numpy forward", "distributed", "fill_cache, prefill")
 @pytest.mark.parametrize("how", ["plain", "padding"])
 @pytest.mark.parametrize("world", [2, 3])
 def test_decoding_after_a_sharded_prompt(ranks, how, world):

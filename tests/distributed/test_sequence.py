@@ -79,6 +79,7 @@ CACHES = [Case("3-ranks", lengths=(14, 5, 20)), Case("short", lengths=(2, 1, 1),
           Case("bfloat16", lengths=(9, 11), dtype="bfloat16", head_dim=5), Case("one", lengths=(12,), recent=1)]
 
 
+@pytest.mark.feature("numpy forward", "distributed", "fill_cache, prefill")
 @pytest.mark.parametrize("case", CACHES, ids=str)
 def test_a_cache_of_shards_is_that_of_the_whole(ranks, case):
     """What it keeps, and outputs of more tokens bit for bit, on every rank."""

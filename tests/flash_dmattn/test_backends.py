@@ -95,12 +95,20 @@ def pairs(*names):
             if backend in ("cuda", "numpy") or not name.endswith("per-key")]
 
 
+@pytest.mark.feature("flex forward backward", "cupy_dma.flash_dmattn", "every case",
+                     case="{backend}-{case}", but=("per-key",))
+@pytest.mark.feature("numpy backward", "cupy_dma.flash_dmattn", "flash_dmattn_kvpacked_func",
+                     "flash_dmattn_varlen_qkvpacked_func", "flash_dmattn_varlen_kvpacked_func", "fwd",
+                     case="{backend}-{case}")
 @pytest.mark.parametrize("case", pairs("numpy", "flex"))
 def test_on_the_cpu(case):
     backend, name = case.split("-", 1)
     check(name, "cpu", backend)
 
 
+@pytest.mark.feature("cuda forward backward", "cupy_dma.flash_dmattn", "every case", case="{backend}-{case}")
+@pytest.mark.feature("triton flex forward backward", "cupy_dma.flash_dmattn", "every case",
+                     case="{backend}-{case}", but=("per-key",))
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of torch's compiler
 @pytest.mark.parametrize("case", pairs("cuda", "triton", "flex"))

@@ -30,6 +30,7 @@ def check(out, qkv, mask=None, bias=None, causal=False, scale=None, softcap=0.0,
 
 
 # ---- masks and biases ----
+@pytest.mark.feature("cuda numpy forward", "cupy_dma.flash_dmattn", "flash_dmattn_func")
 @pytest.mark.parametrize("shape", MASK_SHAPES, ids=str)
 def test_every_broadcast_shape(shape, convert, qkv, rng):
     mask, bias = rng.random(shape) < 0.6, rng.standard_normal(shape).astype(np.float32)
@@ -187,6 +188,7 @@ def test_an_expanded_leaf_has_a_gradient_for_every_entry(qkv):
     assert torch.equal(leaf.grad, whole.grad) and whole.grad[:, :, 1:].abs().sum() > 0
 
 
+@pytest.mark.feature("numpy backward", "cupy_dma.flash_dmattn", "flash_dmattn_func")
 def test_gradients_are_those_of_attention(qkv, rng):
     torch = pytest.importorskip("torch")
     mask = torch.from_numpy(rng.random((B, HKV, LQ, LK)) < 0.6)
@@ -250,6 +252,8 @@ def test_a_name_and_a_position_raise(qkv):
         flash_dmattn_func(*qkv, dropout_p=0.0)
 
 
+@pytest.mark.feature("cuda numpy forward", "cupy_dma.flash_dmattn", "flash_dmattn_qkvpacked_func",
+                     "flash_dmattn_kvpacked_func")
 def test_packed(convert, rng):
     qkv, kv = (rng.standard_normal((B, LK, n, HKV, D)).astype(np.float16) for n in (3, 2))
     q = rng.standard_normal((B, LQ, H, D)).astype(np.float16)
@@ -262,6 +266,7 @@ def test_packed(convert, rng):
     check(convert.back(out), (q, *kv.transpose(2, 0, 1, 3, 4)), None, None, True, 0.7, 2.0)
 
 
+@pytest.mark.feature("numpy backward", "cupy_dma.flash_dmattn", "flash_dmattn_qkvpacked_func")
 def test_packed_gradients_go_to_the_packed_array():
     torch = pytest.importorskip("torch")
     qkv = torch.randn(B, LK, 3, H, D, dtype=torch.float64, requires_grad=True)

@@ -258,6 +258,7 @@ CAUSAL_MASKS = {
 }
 
 
+@pytest.mark.feature("cuda numpy forward", "cupy_dma.flash_dmattn", "apply_dynamic_mask_attention")
 @pytest.mark.parametrize("window", [0, 3, 2048])
 @pytest.mark.parametrize("name", CAUSAL_MASKS)
 @pytest.mark.parametrize("form", [bool, np.float16])
@@ -293,6 +294,7 @@ class _Same:
         return x
 
 
+@pytest.mark.feature("numpy backward", "cupy_dma.flash_dmattn", "apply_dynamic_mask_attention")
 def test_apply_dynamic_mask_attention_has_gradients(data):
     torch = pytest.importorskip("torch")
     leaves = [torch.from_numpy(np.asarray(x, np.float64)).requires_grad_() for x in (
@@ -308,6 +310,7 @@ def test_apply_dynamic_mask_attention_has_gradients(data):
     assert ((p > 0).sum(-1) <= 3).all()
 
 
+@pytest.mark.feature("cuda numpy forward", "cupy_dma.flash_dmattn", "fwd")
 @pytest.mark.parametrize("zoh_shape", [(B, HKV, LQ, LK), (B, HKV, LK), (B, H, 1, LK)], ids=str)
 def test_fwd(zoh_shape, convert, data, rng):
     qkv = [data[name] for name in ("query", "key", "value")]

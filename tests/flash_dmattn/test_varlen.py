@@ -68,6 +68,8 @@ def lengths(convert, longest=True):
     return (convert(CU_Q), convert(CU_K), *((MAX_Q, MAX_K) if longest else (None, None)))
 
 
+@pytest.mark.feature("cuda numpy forward", "cupy_dma.flash_dmattn", "flash_dmattn_varlen_func, mask",
+                     "flash_dmattn_varlen_func, per")
 @pytest.mark.parametrize("shape", PER_KEY + PER_QUERY + PADDED, ids=str)
 @pytest.mark.parametrize("what", ["mask", "bias", "both"])
 def test_every_shape_of_mask_and_bias(what, shape, convert, rows, rng):
@@ -141,6 +143,8 @@ def test_both_orders_and_all_names(rows, rng):
     assert flash_dmattn_varlen_func(*rows, None, None, CU_Q, CU_K).shape == q.shape
 
 
+@pytest.mark.feature("cuda numpy forward", "cupy_dma.flash_dmattn", "flash_dmattn_varlen_qkvpacked_func",
+                     "flash_dmattn_varlen_kvpacked_func")
 def test_packed(convert, rng):
     cu = convert(CU_K)
     qkv, kv = (rng.standard_normal((TOTAL_K, n, HKV, D)).astype(np.float16) for n in (3, 2))
@@ -174,6 +178,8 @@ def test_rows_after_the_last_sequence_and_unused_keys(convert, rows, rng):
             flash_dmattn_varlen_func(*arrays, given, None, *(x.tolist() for x in (CU_Q, CU_K)))
 
 
+@pytest.mark.feature("numpy backward", "cupy_dma.flash_dmattn", "flash_dmattn_varlen_func, mask",
+                     "flash_dmattn_varlen_func, per")
 @pytest.mark.parametrize("shape", [None, PER_KEY[1], PER_QUERY[1], PADDED[0]], ids=str)
 def test_gradients(shape, rows, rng):
     torch = pytest.importorskip("torch")
@@ -199,6 +205,7 @@ def test_gradients(shape, rows, rng):
 
 
 # ---- paged KV cache ----
+@pytest.mark.feature("cuda numpy forward", "cupy_dma.flash_dmattn", "flash_dmattn_varlen_func, block_table")
 @pytest.mark.parametrize("with_mask", [False, True])
 def test_paged_kv_cache(with_mask, convert, rows, rng):
     size, most = 3, 3

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.gpu
 
 
 # ---- right ----
+@pytest.mark.feature("cuda backward", "attention", "every case", but=("delay-", "float64-D"))
 @BY_TURNS
 def test_backward_grid(case, name):
     pytest.importorskip(name)
@@ -84,6 +85,7 @@ def test_long_sequences(torch, kind, head_dim, dtype):
             assert not g.transpose(1, 2)[dead].any()
 
 
+@pytest.mark.feature("cuda backward", "Scores and selection", "key_scores")
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("form", ["exp", "linear"])
 @pytest.mark.parametrize("shape", [(2, 333, 1, 64), (1, 1000, 8, 128), (2, 77, 3, 33), (1, 100, 20, 64), (1, 0, 2, 8)])
@@ -91,6 +93,7 @@ def test_key_scores_backward(dtype, form, shape):
     score_cases.check_backward(shape, dtype, form, converter("cupy"))
 
 
+@pytest.mark.feature("cuda forward backward", "dynamic_mask_attention", "from scores or values")
 def test_the_whole_chain(torch):
     """dynamic_mask_attention_backward against the parts, with both contributions to dvalue."""
     q, k, v = draw(torch, 500, 500, 4, 2, 64)
@@ -109,6 +112,7 @@ def test_the_whole_chain(torch):
 
 
 # ---- the same bits ----
+@pytest.mark.feature("cuda backward", "attention", "bitwise")
 @pytest.mark.parametrize(("n", "heads", "batch", "head_dim", "dtype", "window", "repeats"), [
     *((2000, (4, 2), 1, *kind, 300, 50) for kind in ((64, "bfloat16"), (128, "bfloat16"), (64, "float32"),
                                                      (128, "float32"))),
@@ -149,6 +153,7 @@ def test_heads_and_batch_can_be_permuted(torch):
 
 
 # ---- what must not reach a gradient, and what is not asked for ----
+@pytest.mark.feature("cuda backward", "attention", "keys that no query sees")
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 def test_what_nobody_sees_changes_no_bit(torch, softcap):
     n = 600

@@ -21,6 +21,7 @@ def on(kernels):
         yield
 
 
+@pytest.mark.feature("cuda forward backward", "attention", "bias_delay")
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_oracles_cases(kernels, case):

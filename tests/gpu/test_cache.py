@@ -43,6 +43,7 @@ def same(torch, cache, other):
 
 
 # ---- graphs ----
+@pytest.mark.feature("cuda forward", "DynamicCache", "CUDA graphs")
 @PIECES
 @pytest.mark.parametrize("ragged", [False, True], ids=["whole", "ragged"])
 @pytest.mark.usefixtures("uncollected")
@@ -108,6 +109,7 @@ def test_the_first_step_is_captured_by_torch(torch, length):
     assert torch.equal(cache.length, expected[0].length) and same(torch, cache, expected[0])
 
 
+@pytest.mark.feature("cuda forward", "DynamicCache", "CUDA graphs")
 @pytest.mark.usefixtures("uncollected")
 def test_the_first_step_is_captured_by_cupy():
     import cupy
@@ -257,6 +259,7 @@ def test_memory_stays_the_same(torch):
 
 
 # ---- for ever ----
+@pytest.mark.feature("cuda forward", "DynamicCache", "10^4 steps")
 @pytest.mark.parametrize(("sinks", "recent"), [(0, 0), (4, 60)])
 def test_the_kept_set_does_not_drift_in_100000_steps(torch, sinks, recent):
     n, w = 100_000, 100

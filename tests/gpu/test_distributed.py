@@ -30,6 +30,7 @@ def gpus():
     made.close()
 
 
+@pytest.mark.feature("cuda forward backward", "distributed", "every case")
 @pytest.mark.parametrize("case", CASES_ON_GPU, ids=str)
 def test_is_the_oracle(gpus, case):
     is_the_oracle(case, gpus.run(2, common.attend, case, "cuda"))
@@ -44,6 +45,7 @@ def test_room_changes_no_bit(gpus, changes):
             assert torch.equal(x, y)
 
 
+@pytest.mark.feature("cuda forward backward", "distributed", "CUDA graphs")
 @pytest.mark.parametrize("changes", [{}, {"documents": "long"}, {"padding": "some", "sinks": 4, "recent": 16},
                                      {"scores": "none"}], ids=str)
 @pytest.mark.parametrize("what", [jobs.unsynchronized, jobs.graphed])

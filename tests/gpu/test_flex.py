@@ -19,11 +19,13 @@ NAMES = ("bfloat16-D64", "float16-D3", "bfloat16-D128", "float32-D40", "float32-
 CHOSEN = [case for case in CASES if case.name in NAMES]
 
 
+@pytest.mark.feature("flex forward", "attention", "every case", case="", but=("dense-both-", "delay-", "float64-D"))
 @pytest.mark.parametrize("case", CHOSEN, ids=str)
 def test_forward(torch, case):
     cases.check(case, *cases.run(case, converter("torch"), backend="flex"))
 
 
+@pytest.mark.feature("flex backward", "attention", "every case", case="", but=("dense-both-", "delay-", "float64-D"))
 @pytest.mark.parametrize("case", CHOSEN, ids=str)
 def test_backward(torch, case):
     found = cases.run_backward(case, converter("torch"), backend="flex", with_dlse=True)
@@ -50,6 +52,7 @@ def test_cupy_arrays(torch):
     cases.check_backward(case, cases.run_backward(case, converter("cupy"), backend="flex"))
 
 
+@pytest.mark.feature("flex forward backward", "attention", "bitwise")
 @pytest.mark.parametrize("name", ["bias-key_shared-top_w", "bias-full-none"])
 def test_deterministic(torch, name):
     case = replace(next(case for case in CASES if case.name == name), query_length=500, key_length=500, heads=8)
@@ -57,6 +60,7 @@ def test_deterministic(torch, name):
     assert all(torch.equal(x, y) for x, y in zip(first, again))
 
 
+@pytest.mark.feature("flex forward backward", "attention", "keys that no query sees")
 def test_what_nobody_sees_changes_no_bit(torch):
     make = torch.Generator(device="cuda").manual_seed(0)
     q, k, v = (torch.randn(1, n, h, 64, generator=make, device="cuda", dtype=torch.bfloat16)
@@ -79,6 +83,7 @@ def test_what_nobody_sees_changes_no_bit(torch):
     assert all(torch.isfinite(x).all() for x in clean[2:])
 
 
+@pytest.mark.feature("flex forward", "Scores and selection", "key_scores", "IntervalMask.top_w")
 def test_selection_and_scores(torch):
     make = torch.Generator(device="cuda").manual_seed(0)
     value = torch.randn(2, 5000, 3, 64, generator=make, device="cuda", dtype=torch.bfloat16)
@@ -95,6 +100,7 @@ def test_selection_and_scores(torch):
         assert torch.equal(ours.stop, theirs.stop)
 
 
+@pytest.mark.feature("flex forward backward", "torch", "autograd", "torch.compile")
 def test_autograd_and_compile(torch):
     make = torch.Generator(device="cuda").manual_seed(0)
     q, k, v = (torch.randn(1, 200, h, 64, generator=make, device="cuda").requires_grad_() for h in (4, 2, 2))

@@ -48,6 +48,7 @@ def draw_scores(torch, batch, heads, length, seed=1, device="cuda"):
 
 
 # ---- right ----
+@pytest.mark.feature("cuda forward", "attention", "every case", but=("delay-", "float64-D"))
 @BY_TURNS
 def test_forward_grid(case, name):
     pytest.importorskip(name)
@@ -120,6 +121,7 @@ def test_more_than_2_to_31_elements(torch):
     torch.cuda.empty_cache()
 
 
+@pytest.mark.feature("cuda forward", "attention", "a NaN")
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("name", ["key", "value"])
 @pytest.mark.parametrize("kind", ["causal", "top_w", "window"])
@@ -127,6 +129,7 @@ def test_a_bad_row_reaches_only_the_queries_that_see_it(name, bad, kind):
     bad_rows.check(kind, name, bad, converter("cupy"), dtype="bfloat16", n=300, heads=(4, 2), head_dim=64)
 
 
+@pytest.mark.feature("cuda forward", "attention", "keys that no query sees")
 def test_a_key_nobody_sees_changes_no_bit(torch):
     n = 400
     q, k, v = draw(torch, n, n, 2, 1, 64)
@@ -141,6 +144,7 @@ def test_a_key_nobody_sees_changes_no_bit(torch):
         assert torch.equal(out, dma.attention(q, k2, v2, mask=mask, bias=s2))
 
 
+@pytest.mark.feature("cuda forward", "Scores and selection", "IntervalMask.top_w")
 @given(problems(max_length=40))
 @settings(max_examples=60, deadline=None)
 def test_selection_is_the_definition(problem):
@@ -163,6 +167,7 @@ def test_selection_of_long_sequences(kind, length, window):
             selection_cases.check(scores, window, converter("cupy"), **options)
 
 
+@pytest.mark.feature("cuda forward", "Scores and selection", "key_scores")
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("form", ["exp", "linear"])
 @pytest.mark.parametrize("shape", [(2, 333, 1, 64), (1, 1000, 8, 128), (2, 77, 3, 33), (1, 100, 20, 64), (1, 0, 2, 8),
@@ -172,6 +177,7 @@ def test_key_scores(dtype, form, shape):
         score_cases.check(shape, dtype, form, weights, converter("cupy"))
 
 
+@pytest.mark.feature("cuda forward", "attention", "bitwise")
 def test_the_same_bits_every_time(torch):
     q, k, v = draw(torch, 2000, 2000, 4, 2, 64)
     weights, a = torch.randn(2, 128, device="cuda") / 10, torch.ones(2, device="cuda")
@@ -196,6 +202,7 @@ def chain(q, k, v, scores, window=100):
     return dma.dynamic_mask_attention(q, k, v, scores, window=window)
 
 
+@pytest.mark.feature("cuda forward", "torch", "CUDA graphs")
 @pytest.mark.usefixtures("uncollected")
 def test_torch_cuda_graph(torch):
     q, k, v = draw(torch, 500, 500, 4, 2, 64)

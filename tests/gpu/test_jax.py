@@ -85,6 +85,7 @@ def uses_programs(function, *arguments):
     return all(program.built for program in made)
 
 
+@pytest.mark.feature("cuda forward backward", "jax", "attention")
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CASES if case.name in CHOSEN])
 def test_grid(case):
     (q, k, v), named = cases.arguments(case, np.asarray)
@@ -115,6 +116,7 @@ def test_cupy_has_the_same_bits(dtype):
     assert np.array_equal(mask.stop, twin.stop.get()) and np.array_equal(mask.start, twin.start.get())
 
 
+@pytest.mark.feature("cuda forward backward", "jax", "dynamic_mask_attention", "checkpoint", "key_scores")
 @pytest.mark.parametrize("function", [dynamic, from_values], ids=["scores", "values"])
 def test_jit_is_eager_and_checkpoint(function):
     arguments = draw() if function is dynamic else [*draw()[:3], *parameters()]
@@ -129,6 +131,7 @@ def test_jit_is_eager_and_checkpoint(function):
     assert uses_programs(gradient, *arguments)
 
 
+@pytest.mark.feature("cuda forward", "jax", "top_w, padding, documents")
 def test_selection_is_the_definition():
     s = jnp.round(draw(n=300)[3] * 2) / 2
     padding = np.arange(300)[None] % 5 > 0
@@ -139,6 +142,7 @@ def test_selection_is_the_definition():
         assert np.array_equal(seen & causal, np.broadcast_to(expected & causal, seen.shape))
 
 
+@pytest.mark.feature("cuda forward backward", "jax", "vmap")
 def test_vmap_scan_and_donation():
     q, k, v, s = draw(n=300)
     stacked = [jnp.stack([x, x[::-1]]) for x in (q, k, v, s)]
@@ -238,6 +242,7 @@ def test_errors():
     assert np.isfinite(np.asarray(jax.jit(dynamic)(q, k, v, s), np.float32)).all()
 
 
+@pytest.mark.feature("cuda", "jax", "command buffers")
 @pytest.mark.parametrize("flags", ["--xla_gpu_enable_command_buffer=",
                                    "--xla_gpu_enable_command_buffer=+CUSTOM_CALL --xla_gpu_graph_min_graph_size=1"],
                          ids=["without", "with"])
@@ -271,6 +276,7 @@ print("callbacks", len(calls))
         assert callbacks < 64
 
 
+@pytest.mark.feature("cuda forward backward", "jax", "DynamicMaskAttention")
 def test_the_layer_trains():
     nnx = pytest.importorskip("flax.nnx")
     import optax
@@ -290,6 +296,7 @@ def test_the_layer_trains():
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.feature("cuda forward backward", "jax", "shard_map")
 def test_shard_map_over_all_gpus():
     from jax.sharding import PartitionSpec as P
 

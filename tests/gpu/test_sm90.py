@@ -83,6 +83,7 @@ def thirds(chosen, tiles):
     return pytest.mark.parametrize(("case", "tile"), pairs, ids=[f"{case}-{tile}" for case, tile in pairs])
 
 
+@pytest.mark.feature("cuda forward", "attention", "float16, bfloat16", case="float16-D")
 @thirds(FORWARD, TILES)
 def test_forward_grid(case, tile, everything):
     everything(*TILES[tile])

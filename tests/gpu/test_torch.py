@@ -34,6 +34,7 @@ def gradients(function, arguments):
     return torch.autograd.grad(out, arguments, weights)
 
 
+@pytest.mark.feature("cuda forward backward", "torch", "autograd")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_autograd_has_the_bits_of_the_manual_functions(dtype):
     q, k, v, s = draw(dtype=dtype)
@@ -85,6 +86,7 @@ def test_the_same_gradients_however_it_runs(how):
     assert same(plain, found)
 
 
+@pytest.mark.feature("cuda forward", "torch", "autocast")
 def test_autocast():
     q, k, v, s = (x.detach().float().requires_grad_() for x in draw())
     with torch.autocast("cuda", torch.bfloat16):
@@ -94,6 +96,7 @@ def test_autocast():
     assert all(x.grad.dtype == torch.float32 and x.grad.isfinite().all() for x in (q, k, v, s))
 
 
+@pytest.mark.feature("cuda backward", "torch", "CUDA graphs")
 def test_a_cuda_graph_of_forward_and_backward():
     layer = DynamicMaskAttention(2, 64, 50, deterministic=True, device="cuda")
     torch.nn.init.constant_(layer.A, 0.2)
@@ -107,6 +110,8 @@ def test_a_cuda_graph_of_forward_and_backward():
         assert same(eager, found)
 
 
+@pytest.mark.feature("cuda forward backward", "torch", "DynamicMaskAttention:")
+@pytest.mark.feature("cuda forward", "torch", "DynamicMaskAttention.extend")
 @pytest.mark.parametrize("how", layer_cases.INPUTS)
 @pytest.mark.parametrize("besides", layer_cases.BESIDES, ids=str)
 def test_what_the_kernels_are_tested_with(how, besides):
@@ -115,6 +120,7 @@ def test_what_the_kernels_are_tested_with(how, besides):
                                                  device="cuda", dtype=torch.bfloat16), how, "cuda")
 
 
+@pytest.mark.feature("cuda forward", "torch", "DynamicMaskSelfAttention", "DynamicMaskSelfAttention, with")
 @pytest.mark.parametrize("graphed", [False, True])
 @torch.no_grad()
 def test_decoding_is_forward(graphed):
@@ -153,6 +159,7 @@ def test_recall_is_learned(compiler):
     assert right == 1
 
 
+@pytest.mark.feature("cuda forward backward", "torch", "torch.compile")
 def test_compiled_and_eager_training_agree():
     """A hundred steps of four layers in bfloat16 autocast: the same loss curve within rounding."""
     eager, compiled = ([*recall.losses(run, 32, 64, 100, 0.1, "cuda", (4, 256), True, form="linear")] for run in (

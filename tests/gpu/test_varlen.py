@@ -17,6 +17,9 @@ BACKWARD = [c for c in cases.CASES + cases.SUPERS if c.dtype != "float64"]
 
 
 # ---- right ----
+@pytest.mark.feature("cuda forward", "varlen and paged", "block_table", case="pages-")
+@pytest.mark.feature("cuda forward", "varlen and paged", "varlen_dynamic_mask_attention", case="bfloat16-top_w")
+@pytest.mark.feature("cuda forward", "varlen and paged", "varlen_attention")
 @pytest.mark.parametrize("name", ["cupy", "torch"])
 @pytest.mark.parametrize("case", FORWARD, ids=str)
 def test_forward(case, name):
@@ -31,6 +34,7 @@ def test_forward_of_portable_kernels(case):
         cases.check(case, *cases.run(case, converter("cupy")), tf32=True)
 
 
+@pytest.mark.feature("cuda backward", "varlen and paged", "varlen_attention")
 @pytest.mark.parametrize("name", ["cupy", "torch"])
 @pytest.mark.parametrize("case", BACKWARD, ids=str)
 def test_backward(case, name):
@@ -60,6 +64,7 @@ def packed(torch, heads=8, kv_heads=2, size=64, dtype=None):
     return [*rows, scores], cu
 
 
+@pytest.mark.feature("cuda backward", "varlen and paged", "varlen_dynamic_mask_attention")
 @pytest.mark.parametrize("kind", ["causal", "top_w", "global", "window"])
 def test_long_sequences_are_as_calls_of_their_own(torch, kind):
     """Forward and backward, several super-tiles among them; other blocks of keys, so the same up to roundings."""
@@ -143,6 +148,7 @@ def test_nothing_waits_for_the_device(torch):
         torch.cuda.set_sync_debug_mode(before)
 
 
+@pytest.mark.feature("cuda forward", "varlen and paged", "CUDA graphs")
 @pytest.mark.usefixtures("uncollected")
 def test_a_graph_takes_other_lengths(torch):
     """A captured call reads the lengths anew at every replay."""
@@ -163,6 +169,7 @@ def test_a_graph_takes_other_lengths(torch):
         assert torch.equal(out, attend(other.to("cuda")))
 
 
+@pytest.mark.feature("cuda forward backward", "varlen and paged", "torch.compile")
 def test_compile_in_one_graph(torch):
     arguments, cu = packed(torch)
     torch._dynamo.reset()

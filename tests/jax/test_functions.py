@@ -37,6 +37,7 @@ def test_the_quick_cases_exist():
     assert set(QUICK) <= {case.name for case in CASES}
 
 
+@pytest.mark.feature("numpy forward backward", "jax", "attention")
 @pytest.mark.parametrize("case", GRID)
 def test_grid(case):
     """Forward and backward of one jitted function, through out and lse."""
@@ -100,6 +101,8 @@ FUNCTIONS = {
 RECIPE: dict = {}
 
 
+@pytest.mark.feature("numpy forward backward", "jax", "dynamic_mask_attention", case="recipe")
+@pytest.mark.feature("numpy forward backward", "jax", "dynamic_mask_attention", case="scores")
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("dtype", TYPES)
 def test_jit_is_eager_and_numpy(name, dtype):
@@ -139,6 +142,7 @@ def test_numpy_has_the_same_bits():
     assert all(map(same, pull((dout, dlse)), (*manual[:3], *manual[4:])))  # scores are not given
 
 
+@pytest.mark.feature("numpy forward backward", "jax", "key_scores")
 @pytest.mark.parametrize("form", ["exp", "linear"])
 def test_scores_and_their_gradients_are_the_definition(form):
     value, (dt_proj, A, dt_bias) = draw()[2], recipe()
@@ -164,6 +168,7 @@ SELECTIONS = {"prefix": {}, "everything": {"window": N + 1}, "global": {"keys": 
                       "documents": np.sort(np.arange(B * N).reshape(B, N) % 3, axis=1).astype(np.int32)}}
 
 
+@pytest.mark.feature("numpy forward", "jax", "top_w, padding, documents")
 @pytest.mark.parametrize("name", SELECTIONS)
 @pytest.mark.parametrize("dtype", TYPES)
 def test_selection_is_the_definition(name, dtype):

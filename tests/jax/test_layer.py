@@ -29,6 +29,7 @@ def test_parameters():
     assert dj.DynamicMaskAttention(HKV, D, 5, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)).A.dtype == jnp.bfloat16
 
 
+@pytest.mark.feature("numpy forward backward", "jax", "DynamicMaskAttention")
 @pytest.mark.parametrize("options", [{}, {"dt_bias": True, "form": "linear", "softcap": 3.0, "scale": 0.4},
                                      {"keys": "global", "causal": False}, {"bias_delay": 4}], ids=str)
 def test_the_layer_is_the_function(options):
@@ -46,6 +47,7 @@ def test_the_layer_is_the_function(options):
     assert same(made.scores(v), dj.key_scores(v, **parameters, **form))
 
 
+@pytest.mark.feature("numpy forward backward", "jax", "DynamicMaskAttention")
 def test_it_trains_under_jit():
     q, k, v, _ = draw()
     made, target = layer(), draw(5)[0]

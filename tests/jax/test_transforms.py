@@ -33,6 +33,7 @@ def close(a, b):
 
 
 # ---- checkpoint, scan, donation ----
+@pytest.mark.feature("numpy forward backward", "jax", "checkpoint")
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
 def test_checkpoint(jitted):
     arguments, gradient = draw(), jax.grad(loss(jax.checkpoint(attend)), (0, 1, 2, 3))
@@ -143,6 +144,7 @@ def one_by_one(function, arguments, axes):
     return jax.tree.map(lambda *x: jnp.stack(x), *found)
 
 
+@pytest.mark.feature("numpy forward backward", "jax", "vmap")
 @pytest.mark.parametrize("axes", [(0, 0, 0, 0), (0, None, None, None), (2, 4, 1, 3),
                                   pytest.param((None, None, None, 0), marks=pytest.mark.slow)], ids=str)
 def test_vmap(axes):
@@ -241,6 +243,7 @@ def test_vmap_over_an_axis_that_is_no_batch(axis):
 
 
 # ---- shard_map ----
+@pytest.mark.feature("numpy forward backward", "jax", "shard_map")
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map(check_vma):
     """Two devices, half of the batch each; replicated parameters get the sum of the gradients."""

@@ -275,6 +275,7 @@ def test_eviction_policies(capsys):
     assert eviction.main(["--length", "3", "--budget", "1"]) == eviction.main(["--length", "1"]) == 0
 
 
+@pytest.mark.feature("numpy forward", "Scores and selection", "masks of eviction")
 @pytest.mark.parametrize("name", ["h2o", "tova", "l2"])
 def test_an_evicted_key_is_hidden_and_no_other(name, rng):
     """The mask against the dense formula, and the formula against what the cache held at each step."""

@@ -1,41 +1,30 @@
-"""docs/features.md is the table of tests/project/features.py; every test named there exists and runs what it says."""
+"""docs/features.md is what the marks of the tests say; the cases that they name exist, and every reason is needed."""
 from importlib import import_module
 
 import pytest
 
-from tests.project.features import BACKENDS, FEATURES, PAGE, PENDING, is_test, module_of, page
+from tests.project.features import PAGE, WHY, cells, marked, page
 
-NAMES = sorted({name for feature in FEATURES for cell in feature.cells if is_test(cell) for name in cell.split()})
+CASES = sorted({(test.file, test.function, test.case) for test in marked() if test.case})
 
 
-def test_the_page_is_the_table():
+def test_the_page_is_what_the_marks_say():
     assert PAGE.read_text() == page(), "run: python -m tests.project.features"
 
 
-def test_no_cell_is_empty():
-    assert len({feature[:3] for feature in FEATURES}) == len(FEATURES)
-    for feature in FEATURES:
-        assert len(feature.cells) == len(BACKENDS)
-        assert all(cell.strip() for cell in feature.cells)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_named_test_exists(name):
-    """It is collected by pytest, and with a case whose name starts as the table says."""
+@pytest.mark.parametrize(("file", "function", "case"), CASES)
+def test_the_named_cases_exist(file, function, case):
     pytest.importorskip("torch")  # some of these files need it
-    file, function = name.split("::")
     if "jax" in file:
         pytest.importorskip("jax", minversion="0.9")
         pytest.importorskip("flax")
-    function, _, case = function.partition("[")
-    test = getattr(import_module(module_of(file)), function)
-    assert function.startswith("test_")
-    if case:
-        marks = [mark for mark in getattr(test, "pytestmark", ()) if mark.name == "parametrize"]
-        values = [value for mark in marks for value in mark.args[1]]
-        firsts = [str(value[0] if isinstance(value, tuple) else value) for value in values]
-        assert any(first.startswith(case) for first in firsts), f"{name}: no such case"
+    test = getattr(import_module(f"tests.{file.removesuffix('.py').replace('/', '.')}"), function)
+    values = [value for mark in test.pytestmark if mark.name == "parametrize" for value in mark.args[1]]
+    firsts = [str(value[0] if isinstance(value, tuple) else value) for value in values]
+    assert any(first.startswith(case) for first in firsts), f"no such case among {firsts}"
 
 
-def test_nothing_is_pending():
-    assert [feature[:3] for feature in FEATURES if PENDING in feature.cells] == []
+def test_every_reason_is_needed():
+    assert {reason for _, _, reason in WHY} == {cell for row in cells().values() for cell in row.values()
+                                                if isinstance(cell, str)}
+    assert all(test.function.startswith("test_") for test in marked())

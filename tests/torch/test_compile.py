@@ -49,6 +49,7 @@ def several_masks(q, k, v, s):
     return dma.attention(q, k, v, mask=mask, bias=s[:, :, None] * s[:, :, :, None])
 
 
+@pytest.mark.feature("numpy forward backward", "torch", "torch.compile")
 @pytest.mark.parametrize(("function", "backend"), [
     (several_masks, "aot_eager"),
     (dynamic, "aot_eager"), (by_parts, "aot_eager"), (inside, "aot_eager"), (with_a_mask_from_outside, "aot_eager"),
@@ -98,6 +99,7 @@ def test_checkpointing(reentrant):
     assert same([x.grad for x in arguments], torch.autograd.grad((plain * plain.detach()).sum(), arguments))
 
 
+@pytest.mark.feature("numpy forward", "torch", "autocast")
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
 def test_autocast(kind):
     q, k, v, s = draw(torch.float32)

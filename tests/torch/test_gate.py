@@ -68,6 +68,7 @@ def test_the_formula(hidden):
     torch.testing.assert_close(hard.kept, is_open.double().mean((0, 2)))
 
 
+@pytest.mark.feature("numpy forward backward", "torch", "RetentionGate")
 @pytest.mark.parametrize("training", [True, False])
 def test_attention_and_gradients(training):
     gate, x, (q, k, v, _) = gate_of(threshold=-1e9).train(training), tokens().requires_grad_(), draw()

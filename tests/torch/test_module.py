@@ -79,6 +79,7 @@ def test_packed_sequences(options):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
 
 
+@pytest.mark.feature("numpy forward backward", "torch", "DynamicMaskAttention:")
 @pytest.mark.parametrize("how", layer_cases.INPUTS)
 @pytest.mark.parametrize("besides", layer_cases.BESIDES, ids=str)
 def test_what_the_kernels_are_tested_with(how, besides):
@@ -110,6 +111,7 @@ def test_gradients_with_sinks_and_recent(options):
         lambda q, k, v, *_: module(q, k, v, padding=real), (q, k, v, *module.parameters()), fast_mode=True)
 
 
+@pytest.mark.feature("numpy forward", "torch", "DynamicMaskAttention.extend")
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, float64])
 @pytest.mark.parametrize("pieces", [(N,), (7, 0, 11), (1,) * N])

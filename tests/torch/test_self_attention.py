@@ -88,6 +88,7 @@ def twin(module, dtype=float64):
 
 
 # ---- whole sequences ----
+@pytest.mark.feature("numpy forward backward", "torch", "DynamicMaskSelfAttention")
 @every_option
 def test_forward_and_gradients_are_the_definition(options):
     module, x = layer(**OPTIONS[options]), tokens(requires_grad=True)
@@ -144,6 +145,7 @@ def extended(module, x, pieces, cache=None, **given):
         return torch.cat([module(part, cache=cache, **given) for part in x.split(pieces, 1)], 1)
 
 
+@pytest.mark.feature("numpy forward", "torch", "DynamicMaskSelfAttention, with")
 @every_option
 @pytest.mark.parametrize("pieces", [(11, *[1] * 7), (4, 7, 1, 6), (1,) * N, (N,)], ids=lambda pieces: len(pieces))
 def test_decoding_is_forward(options, pieces):

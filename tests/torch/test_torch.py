@@ -59,6 +59,7 @@ def test_gradcheck_the_whole_chain(form, keys):
                                     (v, *list(recipe().values())[:2]), fast_mode=True)
 
 
+@pytest.mark.feature("numpy forward backward", "torch", "autograd")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_autograd_has_the_bits_of_the_manual_functions(dtype):
     q, k, v, _ = draw(dtype)

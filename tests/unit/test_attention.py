@@ -22,6 +22,7 @@ def compare(q, k, v, dense, *, mask, **options):
 
 
 # ---- the grid ----
+@pytest.mark.feature("numpy forward", "attention", "every case", but=("delay-",))
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_forward_grid(case):
     cases.check(case, *cases.run(case))
@@ -63,6 +64,7 @@ def test_masks_of_kv_heads_and_of_query_heads_together(kind, rng):
 
 
 # ---- isolation of non-finite values, and rows with no visible keys ----
+@pytest.mark.feature("numpy forward", "attention", "a NaN")
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("where", ["key", "value"])
 def test_a_bad_row_reaches_only_the_queries_that_see_it(rng, bad, where):
@@ -76,6 +78,7 @@ def test_a_bad_row_reaches_only_the_queries_that_see_it(rng, bad, where):
     compare(q, k, v, dense, mask=dense)
 
 
+@pytest.mark.feature("numpy forward", "attention", "keys that no query sees")
 def test_a_key_nobody_sees_changes_no_bit(rng):
     q, k, v = draw(rng)
     padding = np.ones((1, 60), bool)
@@ -125,6 +128,7 @@ def test_splits_merge_by_their_lse(rng):
     np.testing.assert_allclose(merged, dma.attention(q, k, v, causal=True), rtol=0, atol=1e-14)
 
 
+@pytest.mark.feature("numpy forward", "attention", "bitwise")
 def test_the_same_bits_every_time(rng):
     q, k, v = draw(rng, lk=300, lq=300)
     scores = rng.standard_normal((1, 1, 300)).astype(np.float32)
@@ -141,6 +145,7 @@ def test_lengths_beyond_one_chunk(rng):
 
 
 # ---- dynamic_mask_attention ----
+@pytest.mark.feature("numpy forward", "dynamic_mask_attention", "from scores or values")
 @pytest.mark.parametrize("keys", ["prefix", "global"])
 def test_dynamic_mask_attention_equals_its_steps(rng, keys):
     q, k, v = draw(rng, b=2, h=4, g=2)

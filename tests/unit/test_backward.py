@@ -32,6 +32,7 @@ def compare(found, dout, q, k, v, dense, bias=None, **options):
 
 
 # ---- the grid ----
+@pytest.mark.feature("numpy backward", "attention", "every case", but=("delay-",))
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_backward_grid(case):
     cases.check_backward(case, cases.run_backward(case))
@@ -92,6 +93,7 @@ def test_any_strides_of_dout(rng, layout):
 
 
 # ---- isolation of non-finite values, and exact zeros ----
+@pytest.mark.feature("numpy backward", "attention", "keys that no query sees")
 def test_rows_that_see_nothing_and_keys_nobody_sees_get_exact_zeros(rng):
     q, k, v, dout = draw(rng, lq=70, dtype=np.float16)
     padding = np.ones((1, 60), bool)
@@ -112,6 +114,7 @@ def test_what_a_bias_of_minus_infinity_hides(case):
     hidden_keys.run(case)
 
 
+@pytest.mark.feature("numpy backward", "attention", "a NaN")
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("where", range(4), ids=("query", "key", "value", "dout"))
 def test_a_bad_row_reaches_only_what_meets_it(rng, bad, where):
@@ -167,6 +170,7 @@ def test_permuting_batch_and_heads_permutes_the_gradients(rng):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
 
 
+@pytest.mark.feature("numpy backward", "attention", "bitwise")
 def test_the_same_bits_every_time(rng):
     q, k, v, dout = draw(rng, lq=200, lk=200, h=4, g=2)
     scores = rng.standard_normal((1, 2, 200)).astype(np.float32)
@@ -190,6 +194,7 @@ def test_lengths_beyond_one_chunk(rng):
 
 
 # ---- scores ----
+@pytest.mark.feature("numpy backward", "Scores and selection", "key_scores")
 @pytest.mark.parametrize("form", ["exp", "linear"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("parameters", ["float32", "own"])
@@ -232,6 +237,7 @@ def chain(rng, dtype=np.float32):
     return q, k, v, dout, {"dt_proj": dt_proj, "A": A, "dt_bias": dt_bias, "form": "linear"}
 
 
+@pytest.mark.feature("numpy backward", "dynamic_mask_attention", "from scores or values")
 @pytest.mark.parametrize("keys", ["prefix", "global"])
 def test_dynamic_mask_attention_backward_equals_its_steps(rng, keys):
     q, k, v, dout, recipe = chain(rng)

@@ -7,11 +7,13 @@ from cupy_dma.backends.numpy import tiles
 from tests.oracle import cases, delay_cases, reference, varlen_cases
 
 
+@pytest.mark.feature("numpy forward", "attention", "bias_delay", case="delay-")
 @pytest.mark.parametrize("case", delay_cases.CASES, ids=str)
 def test_forward(case):
     cases.check(case, *cases.run(case))
 
 
+@pytest.mark.feature("numpy backward", "attention", "bias_delay", case="delay-")
 @pytest.mark.parametrize("case", delay_cases.CASES, ids=str)
 def test_backward(case, monkeypatch):
     monkeypatch.setattr(tiles, "KEY_CHUNK", 50)

@@ -24,6 +24,7 @@ DELAYED = [History(bias_delay=delay, sinks=1, recent=2, scores=scores)
 
 
 # ---- the full history ----
+@pytest.mark.feature("cuda numpy forward", "DynamicCache", "extend, one")
 @pytest.mark.parametrize(("sinks", "recent"), BESIDES)
 @pytest.mark.parametrize("scores", SCORES)
 def test_step_by_step(scores, sinks, recent, convert):
@@ -38,6 +39,8 @@ def test_step_by_step(scores, sinks, recent, convert):
     history.check(np.concatenate(outs, 1), np.concatenate(lses, 2), tf32=convert.name in ("cupy", "torch-cuda"))
 
 
+@pytest.mark.feature("cuda numpy forward", "DynamicCache", "extend, pieces")
+@pytest.mark.feature("cuda forward", "DynamicCache", "extend, every")
 @pytest.mark.parametrize("case", [
     History(dtype="float16"), History(dtype="bfloat16"), History(dtype="float64", sinks=1, recent=2),
     History(heads=2), History(heads=6, kv_heads=2), History(heads=8, kv_heads=1), History(heads=1, kv_heads=1),
@@ -74,6 +77,7 @@ def test_random_pieces(seed, convert):
             history.check(out, lse, begin=done - n, tf32=convert.name in ("cupy", "torch-cuda"))
 
 
+@pytest.mark.feature("numpy forward", "DynamicCache", "extend, every")
 @pytest.mark.parametrize(("sinks", "recent"), BESIDES)
 @pytest.mark.parametrize("scores", ["ties", "decreasing", "increasing"])
 def test_every_split_equals_one_shot(scores, sinks, recent):
@@ -143,6 +147,7 @@ def test_what_nobody_sees_changes_nothing(lengths, convert):
 
 
 # ---- sequences of different lengths ----
+@pytest.mark.feature("cuda numpy forward", "DynamicCache", "lengths, cu_seqlens")
 @pytest.mark.parametrize("form", ["lengths", "cu_seqlens"])
 @pytest.mark.parametrize("options", [{}, {"sinks": 2, "recent": 3}, {"bias_delay": 5}, {"bias_delay": 2**30},
                                      {"window": (9, 4), "bias_delay": 12, "sinks": 1}], ids=str)
@@ -195,6 +200,7 @@ def test_sequences_of_different_lengths(form, options, convert):
 
 
 # ---- unbounded decoding ----
+@pytest.mark.feature("numpy forward", "DynamicCache", "10^4 steps")
 @pytest.mark.parametrize(("sinks", "recent"), [(0, 0), (2, 3)])
 def test_the_kept_set_does_not_drift(sinks, recent):
     """10^4 steps against a sorted list; tests/gpu/test_cache.py does 10^5."""
@@ -217,6 +223,7 @@ def test_the_kept_set_does_not_drift(sinks, recent):
 
 
 # ---- whole sequences ----
+@pytest.mark.feature("cuda numpy forward", "DynamicCache", "reorder")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_reorder_select_clone_save_in_the_middle(dtype, convert):
     history = History(batch=3, length=30, sinks=1, recent=2, dtype=dtype)
@@ -310,6 +317,7 @@ def test_copies_share_no_memory(convert):
 
 
 # ---- arrays ----
+@pytest.mark.feature("cuda numpy forward", "DynamicCache", "update")
 def test_update_is_extend_without_queries(convert):
     history = History(sinks=1, recent=1)
     one, other = history.cache(convert), history.cache(convert)

@@ -94,6 +94,7 @@ CASES = [Gates(), Gates(capacity=3), Gates(capacity=(1, 6), sinks=0), Gates(rece
          Gates(values=(0.0,), length=60), Gates(values=(-np.inf,)), Gates(softcap=2.0, scale=1.5, recent=50)]
 
 
+@pytest.mark.feature("cuda numpy forward", "GatedCache", "extend, stops, replayed")
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("lengths", [[1] * 40, [40], [13, 1, 1, 5, 20]], ids=["steps", "whole", "pieces"])
 def test_against_the_mask_written_out(case, lengths, convert):
@@ -113,6 +114,7 @@ def test_a_mask_of_gates():
     assert expected == dma.IntervalMask.from_stop(cache.stops())
 
 
+@pytest.mark.feature("numpy forward", "GatedCache", "extend, stops, replayed")
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_any_appends_batches_and_bounds(data):

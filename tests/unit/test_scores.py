@@ -15,6 +15,7 @@ def draw(rng, *, b=2, n=30, heads=2, d=16, dtype="float32", parameters="float32"
             rng.standard_normal(heads).astype(kind), rng.standard_normal(heads).astype(kind))
 
 
+@pytest.mark.feature("numpy forward", "Scores and selection", "key_scores")
 @pytest.mark.parametrize("form", ["exp", "linear"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("parameters", ["float16", "bfloat16", "float32"])

@@ -43,6 +43,7 @@ def problems(draw, max_length=24):
     return scores, window, padding, documents
 
 
+@pytest.mark.feature("numpy forward", "Scores and selection", "IntervalMask.top_w")
 @given(problems(), st.sampled_from(["prefix", "global"]), st.integers(0, 30))
 @quick
 def test_top_w_is_the_definition(problem, keys, query_length):

@@ -23,6 +23,7 @@ def replayed(history, stops, convert=np.asarray):
         bias_delay=history.bias_delay, return_lse=True)]
 
 
+@pytest.mark.feature("cuda numpy forward", "DynamicCache", "stops, replayed")
 @pytest.mark.parametrize("lengths", LENGTHS, ids=["steps", "whole", "pieces"])
 @pytest.mark.parametrize("options", [
     {}, {"sinks": 2, "recent": 3}, {"window": (9, 3), "recent": 5}, {"bias_delay": 4, "scores": "hidden", "recent": 4},

@@ -9,11 +9,17 @@ from cupy_dma.arrays import CPU, library_named
 from tests.oracle import varlen_cases as cases
 
 
+@pytest.mark.feature("numpy forward", "varlen and paged", "float64", case="float64-")
+@pytest.mark.feature("numpy forward", "varlen and paged", "varlen_attention")
+@pytest.mark.feature("numpy forward", "varlen and paged", "block_table", case="pages-")
+@pytest.mark.feature("numpy forward", "varlen and paged", "varlen_dynamic_mask_attention", case="bfloat16-top_w")
 @pytest.mark.parametrize("case", cases.CASES + cases.PAGES, ids=str)
 def test_forward(case):
     cases.check(case, *cases.run(case, backend="numpy"))
 
 
+@pytest.mark.feature("numpy backward", "varlen and paged", "float64", case="float64-")
+@pytest.mark.feature("numpy backward", "varlen and paged", "varlen_attention")
 @pytest.mark.parametrize("case", cases.CASES, ids=str)
 def test_backward(case):
     cases.check_backward(case, cases.run_backward(case, backend="numpy"))
@@ -231,6 +237,7 @@ FUNCTIONS = [(by_scores, (Q, K, V, SCORES)), (by_recipe, (Q, K, V, WEIGHT, DECAY
              (masked, (Q, K, V, SCORES))]
 
 
+@pytest.mark.feature("numpy backward", "varlen and paged", "varlen_dynamic_mask_attention")
 @pytest.mark.parametrize(("function", "arrays"), FUNCTIONS, ids=lambda x: getattr(x, "__name__", ""))
 def test_gradients_are_derivatives(function, arrays):
     """In directions that involve all elements; one by one takes a minute and a half."""
@@ -238,6 +245,7 @@ def test_gradients_are_derivatives(function, arrays):
                                     eps=1e-6, atol=1e-5, fast_mode=True)
 
 
+@pytest.mark.feature("numpy forward backward", "varlen and paged", "torch.compile")
 @pytest.mark.parametrize(("function", "arrays"), FUNCTIONS, ids=lambda x: getattr(x, "__name__", ""))
 def test_compile_in_one_graph(function, arrays):
     def gradients(run):

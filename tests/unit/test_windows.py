@@ -30,6 +30,7 @@ def own(head, query, key, value, scores, *more):
             *(x[..., rows, :] for x in more)]
 
 
+@pytest.mark.feature("numpy forward", "Scores and selection", "a window per kv head")
 @pytest.mark.parametrize("windows", [WINDOWS, list(WINDOWS), np.array(WINDOWS), np.array(WINDOWS, np.int16)], ids=type)
 @pytest.mark.parametrize("keys", ["prefix", "global"])
 def test_masks(windows, keys, convert):

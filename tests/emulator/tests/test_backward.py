@@ -21,6 +21,7 @@ NAMES = ("float32-", "float16-D64", "bfloat16-D128", "bfloat16-D40", "float16-D3
          "lengths-129x33", "dense-", "batch-3", "sinks-", "value-dim-")
 
 
+@pytest.mark.feature("cuda backward", "attention", "every case", but=("delay-", "float64-D"))
 @pytest.mark.parametrize("case", [c for c in FORWARD if c.name.startswith(NAMES)], ids=str)
 def test_backward_grid(case):
     with_dlse = case.name.startswith(("heads-", "mask-"))
@@ -273,6 +274,7 @@ def test_a_bias_of_float64():
     assert found.dtype == np.float64 and np.abs(found - expected).max() < 1e-3 * np.abs(expected).max()
 
 
+@pytest.mark.feature("cuda backward", "attention", "a NaN")
 @pytest.mark.parametrize("kind", ["key", "value", "query", "dout"])
 def test_a_bad_row_reaches_no_gradient_behind_a_dense_mask(kind):
     """A row that nobody sees, or that sees nothing, may hold NaN."""
@@ -292,6 +294,7 @@ def test_a_bad_row_reaches_no_gradient_behind_a_dense_mask(kind):
         assert np.array_equal(clean, found)
 
 
+@pytest.mark.feature("cuda backward", "Scores and selection", "key_scores")
 @pytest.mark.parametrize(("dtype", "form", "shape"), SCORE_CASES)
 def test_key_scores_backward(dtype, form, shape):
     score_cases.check_backward(shape, dtype, form, backend="emulator")

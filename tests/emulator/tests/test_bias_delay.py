@@ -55,6 +55,7 @@ def check_packed(kernels: str, case: varlen_cases.Case) -> None:
             varlen_cases.check_backward(case, varlen_cases.run_backward(case, backend="emulator"), tf32=True)
 
 
+@pytest.mark.feature("cuda forward backward", "attention", "bias_delay")
 @pytest.mark.parametrize(("kernels", "case"), quick(CALLS), ids=str)
 def test_attention(kernels, case):
     check(kernels, case)

@@ -6,6 +6,7 @@ from tests.oracle.cache_cases import History, packed
 from tests.unit.test_gated_cache import Gates
 
 
+@pytest.mark.feature("cuda forward", "DynamicCache", "extend, pieces")
 @pytest.mark.parametrize("history", [
     History(length=31, window=6), History(length=31, window=6, sinks=2, recent=3, dtype="bfloat16", head_dim=16),
     History(length=31, window=9, value_dim=4, scores="nan"), History(length=31, window=(9, 3), sinks=1),
@@ -18,6 +19,7 @@ def test_chunks(history):
     history.check_kept(cache)
 
 
+@pytest.mark.feature("cuda forward", "GatedCache", "extend, stops, replayed")
 @pytest.mark.parametrize("lengths", [[1] * 24, [11, 1, 12]], ids=["steps", "pieces"])
 @pytest.mark.parametrize("options", [{"capacity": (3, 5)}, {"add_gates": False}], ids=str)
 def test_gates(options, lengths):
@@ -37,6 +39,7 @@ def test_a_long_chunk_sees_more_sinks_and_recent_keys_than_best_ones():
     history.check_kept(cache)
 
 
+@pytest.mark.feature("cuda forward", "DynamicCache", "lengths, cu_seqlens")
 @pytest.mark.parametrize("options", [{}, {"bias_delay": 8, "window": (6, 3)}], ids=str)
 def test_packed_chunks(options):
     """Two sequences of 9 and 12 tokens at first, then of 12 and 9."""

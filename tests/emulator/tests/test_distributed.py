@@ -24,6 +24,7 @@ def own(case: Case, rank: int) -> Own:
     return Own(scores.contiguous(), case.shard("padding", rank), case.shard("documents", rank), "emulator")
 
 
+@pytest.mark.feature("cuda forward backward", "distributed", "sinks, recent", "padding", "documents")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_last_rank(case):
     """Its outputs and gradients of queries and own keys, forward and backward, against the oracle of the whole."""

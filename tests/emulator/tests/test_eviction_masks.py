@@ -10,6 +10,7 @@ import tests.emulator  # noqa: F401
 from tests.oracle import reference
 
 
+@pytest.mark.feature("cuda forward backward", "Scores and selection", "masks of eviction")
 @pytest.mark.parametrize("window", [12, None])
 @pytest.mark.parametrize("query_length", [70, 20])
 def test_masks_from_stops(rng, window, query_length):

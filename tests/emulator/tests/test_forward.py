@@ -28,6 +28,7 @@ ORDERS = [Order("backward", "backward"), Order("random", "random", 1), Order("ra
 
 
 # ---- attention ----
+@pytest.mark.feature("cuda forward", "attention", "every case", but=("delay-", "float64-D"))
 @pytest.mark.parametrize("case", FORWARD, ids=str)
 def test_forward_grid(case):
     cases.check(case, *cases.run(case, backend="emulator"), tf32=True)
@@ -58,6 +59,7 @@ def test_no_masked_block(lq, lk):
     cases.check(case, *cases.run(case, backend="emulator"), tf32=True)
 
 
+@pytest.mark.feature("cuda forward", "attention", "a NaN")
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("name", ["key", "value"])
 @pytest.mark.parametrize("kind", ["causal", "top_w", "window", "dense"])
@@ -65,6 +67,7 @@ def test_a_bad_row_reaches_only_the_queries_that_see_it(name, bad, kind):
     bad_rows.check(kind, name, bad, backend="emulator")
 
 
+@pytest.mark.feature("cuda backward", "attention", "a NaN")
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.finfo(np.float32).max])
 @pytest.mark.parametrize("kind", ["causal", "top_w"])
 def test_a_bad_row_of_float32(bad, kind):
@@ -160,6 +163,7 @@ def test_a_document_that_begins_within_a_chunk():
             selection_cases.check(scores, 40, backend="emulator", documents=documents)
 
 
+@pytest.mark.feature("cuda forward", "Scores and selection", "IntervalMask.top_w", "a window per kv head")
 @given(problems(max_length=40))
 @settings(max_examples=25, deadline=None)
 def test_selection_is_the_definition(problem):
@@ -173,6 +177,7 @@ SCORE_CASES = [(dtype, ("linear", "exp")[(i + j) % 2], shape) for j, shape in en
     (2, 130, 2, 24)]) for i, dtype in enumerate(("float16", "bfloat16", "float32"))]
 
 
+@pytest.mark.feature("cuda forward", "Scores and selection", "key_scores")
 @pytest.mark.parametrize(("dtype", "form", "shape"), SCORE_CASES)
 def test_key_scores(dtype, form, shape):
     """Tensor cores multiply weights of the values' own type; float32 values have weights of another one."""

@@ -8,6 +8,8 @@ from tests.oracle import layer_cases  # noqa: E402
 from tests.oracle.torch_inputs import same_numbers  # noqa: E402, F401
 
 
+@pytest.mark.feature("cuda forward backward", "torch", "DynamicMaskAttention:")
+@pytest.mark.feature("cuda forward", "torch", "DynamicMaskAttention.extend")
 @pytest.mark.parametrize("how", layer_cases.INPUTS)
 @pytest.mark.parametrize("besides", layer_cases.BESIDES, ids=str)
 def test_the_core(how, besides):

@@ -27,11 +27,15 @@ def named(name: str) -> cases.Case:
     return next(c for c in cases.CASES + cases.PAGES + cases.SUPERS + cases.LONG if c.name == name)
 
 
+@pytest.mark.feature("cuda forward", "varlen and paged", "block_table", case="pages-")
+@pytest.mark.feature("cuda forward", "varlen and paged", "varlen_dynamic_mask_attention", case="bfloat16-top_w")
+@pytest.mark.feature("cuda forward", "varlen and paged", "varlen_attention")
 @pytest.mark.parametrize("case", FORWARD + cases.LONG, ids=str)
 def test_forward(case):
     cases.check(case, *cases.run(case, backend="emulator"), tf32=True)
 
 
+@pytest.mark.feature("cuda backward", "varlen and paged", "varlen_attention")
 @pytest.mark.parametrize("case", BACKWARD + cases.SUPERS, ids=str)
 def test_backward(case):
     cases.check_backward(case, cases.run_backward(case, backend="emulator"), tf32=True)
