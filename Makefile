@@ -21,7 +21,7 @@
 #   PYTHON=python3.12     the interpreter to start from
 #   VENV=                 an empty VENV installs nothing and runs the tree in PYTHON itself
 #   CUDA_EXTRA=cuda12     which CUDA extra to install; chosen by the driver if not given
-#   TORCH=, TRANSFORMERS=, JAX=  what pip installs for the tests; empty for none, whose tests are skipped
+#   TORCH=, TRANSFORMERS=, PEFT=, JAX=  what pip installs for the tests; empty for none, whose tests are skipped
 #   TORCH_INDEX=          an index of CPU wheels to ask last, where TORCH is not given
 #   GPU=yes               there is a GPU, though nvidia-smi does not say so
 #   GPU_JOBS=8            processes of make test-gpu, which mostly compiles
@@ -57,6 +57,7 @@ TORCH ?= torch==2.13.0+cpu torch==2.13.0
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 endif
 TRANSFORMERS ?= transformers>=5.17
+PEFT ?= peft>=0.21 accelerate psutil
 # CPU wheels: jax is made for a GPU by plugins that are wheels of their own. Python 3.10 has none that is new enough.
 JAX ?= jax>=0.9 flax>=0.12
 ifeq ($(origin TORCH),file)
@@ -70,7 +71,7 @@ DEMO_READY := $(VENV)/.demo
 TORCH_READY := $(if $(TORCH),$(VENV)/.torch-$(shell echo '$(TORCH) $(TORCH_LAST)' | cksum | cut -d ' ' -f 1))
 TEST_READY := $(VENV)/.test $(TORCH_READY)
 ifneq ($(and $(TORCH),$(TRANSFORMERS)),)
-TEST_READY += $(VENV)/.transformers
+TEST_READY += $(VENV)/.transformers $(if $(PEFT),$(VENV)/.peft)
 OLD_TRANSFORMERS := $(VENV)/transformers-5.17
 endif
 TEST_READY += $(if $(JAX),$(VENV)/.jax)
@@ -198,6 +199,11 @@ $(VENV)/.docs: $(VENV)/bin/python pyproject.toml setup.cfg
 # transformers needs no torch to be installed, so one that did not come stays away.
 $(VENV)/.transformers: $(VENV)/.test $(TORCH_READY)
 	$(PIP) "$(TRANSFORMERS)" parameterized
+	@touch $@
+
+# Without what they depend on, which is torch and what transformers has brought.
+$(VENV)/.peft: $(VENV)/.transformers
+	@$(PIP_LOUD) --no-deps $(PEFT:%="%") >$@.log 2>&1 || echo "peft was not installed ($@.log says why): its tests are skipped"
 	@touch $@
 
 # Where none is to be had, the tests that need it are skipped, and every run ends by saying so.

@@ -158,11 +158,15 @@ def _hidden(model: Any, name: str | None, given: dict[str, Any]) -> Tensor:
     if name is not None:
         found = model.get_submodule(name)(**{key: x for key, x in given.items() if x is not None})
         return found if isinstance(found, Tensor) else found.last_hidden_state
+    model = getattr(model, "get_base_model", lambda: model)()  # of peft: the model with its adapters
     return model.base_model(**given, use_cache=False).last_hidden_state
 
 
 def _head(model: Any, name: str | None) -> Head:
     module = model.get_submodule(name) if name is not None else model.get_output_embeddings()
+    if hasattr(module, "base_layer"):
+        raise ValueError(f"the head of {type(model).__name__} must be linear, without an adapter, got "
+                         f"{type(module).__name__}")
     config: Any = getattr(model, "config", None)
     if hasattr(config, "get_text_config"):
         config = config.get_text_config(decoder=True)
