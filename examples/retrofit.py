@@ -5,6 +5,7 @@
         --steps 500 --ratio 8 --delay 256 --output gated
     python examples/retrofit.py --model smollm2.gguf *.py --device cuda --length 4096 --output gated
     python examples/retrofit.py --model DIR ... --output gated --resume         after an interruption
+    torchrun --nproc-per-node 8 examples/retrofit.py --model DIR ... --device cuda        each with texts of its own
 
 1. A model: ``--model``, a folder or name for ``AutoModelForCausalLM``, or a GGUF file (with the packages gguf and
    accelerate). Without one, a small random Llama on bytes, which shows that everything runs and nothing about quality.
@@ -19,6 +20,7 @@ The text is that of the files, or of Python's ``help()``. Its last tenth is held
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tree itse
 
 import matplotlib
 import torch
+import torch.distributed as dist
 import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
@@ -65,12 +68,13 @@ def read(args: argparse.Namespace, tokenizer: Any) -> Tensor:
     return torch.cat([tokenizer(text, return_tensors="pt", verbose=False).input_ids[0] for text in texts])
 
 
-def pieces(ids: Tensor, args: argparse.Namespace, steps: int) -> Iterator[Tensor]:
-    """A batch a step, the same ones in every run, so that a run can be resumed."""
+def pieces(ids: Tensor, args: argparse.Namespace, steps: int, rank: int = 0, ranks: int = 1) -> Iterator[Tensor]:
+    """A batch a step, another one on every rank, and the same ones in every run, so that a run can be resumed."""
     if len(ids) <= args.length:
         raise SystemExit(f"the texts must have more than --length {args.length} tokens in both parts, got {len(ids)}")
     for step in range(steps):
-        begins = torch.randint(len(ids) - args.length, (args.batch, 1), generator=torch.Generator().manual_seed(step))
+        generator = torch.Generator().manual_seed(step * ranks + rank)
+        begins = torch.randint(len(ids) - args.length, (args.batch, 1), generator=generator)
         yield ids[begins + torch.arange(args.length)].to(args.device)
 
 
@@ -121,6 +125,17 @@ def report(model: Any, ids: Tensor, args: argparse.Namespace) -> None:
           f"{share:.1%} beyond the last {args.delay}, {narrow:.4f} with the last {window} and {args.sinks} first keys")
 
 
+def joined(args: argparse.Namespace) -> Any:
+    """The process group that torchrun asks for, on whose GPU ``args.device`` then is; None without it."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    if args.device == "cuda":
+        args.device = f"cuda:{os.environ['LOCAL_RANK']}"
+        torch.cuda.set_device(args.device)
+    dist.init_process_group("nccl" if args.device.startswith("cuda") else "gloo")
+    return dist.group.WORLD
+
+
 def main(arguments: list[str] | None = None) -> None:
     options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     options.add_argument("texts", nargs="*", help="text files; default: the topics of Python's help()")
@@ -142,6 +157,8 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--held-out", type=int, default=4, help="batches of text held out")
     options.add_argument("--resume", action="store_true", help="go on from the checkpoint in --output")
     args = options.parse_args(arguments)
+    group = joined(args)
+    rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
     folder = Path(args.output)
     folder.mkdir(parents=True, exist_ok=True)
 
@@ -153,17 +170,22 @@ def main(arguments: list[str] | None = None) -> None:
 
     def note(log: dict[str, Any]) -> None:
         history.append(log)
-        if len(history) % args.every == 0:
+        if len(history) % args.every == 0 and rank == 0:
             draw(history, folder / "curves.png")
 
-    torch.manual_seed(0)
+    torch.manual_seed(rank)  # the gates' noise
     history[:] = retrofit.train(
-        model, pieces(learned, args, args.steps), steps=args.steps, shrink=args.shrink, ratio=args.ratio,
+        model, pieces(learned, args, args.steps, rank, ranks), steps=args.steps, shrink=args.shrink, ratio=args.ratio,
         rate=args.rate or (3e-5 if args.model else 1e-3), weight=args.weight, checkpoint=folder / "state.pt",
-        every=args.every, resume=args.resume, callback=note)
+        every=args.every, resume=args.resume, callback=note, process_group=group)
+    if group is not None:
+        dist.destroy_process_group()
+        if rank:
+            return
     draw(history, folder / "curves.png")
     last = history[-1]
-    print(f"{len(history)} steps, {sum(log['tokens'] for log in history)} tokens: divergence {last['kl']:.4f} nats, "
+    tokens = ranks * sum(log["tokens"] for log in history)
+    print(f"{len(history)} steps, {tokens} tokens: divergence {last['kl']:.4f} nats, "
           f"kept {last['kept']:.1%} of a target of {last['target']:.1%}")
     report(model, held_out, args)
     model.save_pretrained(folder)

@@ -3,6 +3,9 @@
     student   hidden states of the model with gates
     teacher   those of the same model with open gates, or of another model
     loss      = mean KL of their predictions + weight * relu(kept - target)         kept: mean gate of all layers
+
+With a process group, whose ranks hold other texts each, the means are those of all ranks, and a rank's gradient is such
+that the mean of the ranks' gradients is that of the loss, as ``DistributedDataParallel`` and FSDP compute it.
 """
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from cupy_dma import checks
@@ -61,6 +65,9 @@ class Distillation(nn.Module):
         Of the budget loss.
     direction, chunk
         As for ``chunked_kl``.
+    process_group : ProcessGroup, optional
+        Data parallelism: its ranks call ``forward`` together, each with a batch of its own. Losses are those of all
+        batches, equal on all ranks.
     backbone, head
         Names of the submodules of student and teacher that compute hidden states from ``input_ids``, and logits from
         those. By default ``base_model`` and the output embeddings.
@@ -72,11 +79,13 @@ class Distillation(nn.Module):
 
     Notes
     -----
-    The module may be wrapped (``DistributedDataParallel``): a step only calls ``forward``.
+    The module may be wrapped (``DistributedDataParallel``) or sharded (``fully_shard``, the layers first): a step only
+    calls ``forward``.
     """
 
     def __init__(self, student: nn.Module, teacher: nn.Module | None = None, *, weight: float = 1.0,
-                 direction: str = "forward", chunk: int = 4096, backbone: str | None = None, head: str | None = None):
+                 direction: str = "forward", chunk: int = 4096, process_group: Any = None, backbone: str | None = None,
+                 head: str | None = None):
         super().__init__()
         if not isinstance(student, nn.Module) or not gates_of(student):
             raise ValueError(f"student must be a model with gates, cupy_dma.transformers.convert(model, policy='gate'),"
@@ -92,6 +101,7 @@ class Distillation(nn.Module):
             raise ValueError("teacher must be in evaluation mode: call its eval()")
         self.student = student
         self._teacher = [student if teacher is None else teacher]  # in a list: not a submodule, not trained or saved
+        self.process_group = process_group
         self._names = backbone, head
         self._is_checked = False
 
@@ -130,12 +140,32 @@ class Distillation(nn.Module):
             hidden = _hidden(self.student, self._names[0], given)
         kl = chunked_kl(hidden, own_head, expected, head, direction=self.direction, chunk=self.chunk)
         real = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        mean = (kl * real).sum() / real.sum()
         kept = torch.stack([each.kept.mean() for each in found.values()])
-        budget = budget_loss(kept.mean(), target)
         dropped = torch.stack([(found[name].log_gate < gate.threshold).float().mean()
                                for name, gate in gates.items() if name in found]).mean()
+        total, count = (kl * real).sum(), real.sum()
+        if self.process_group is None:
+            mean = total / count
+        else:
+            decided = torch.stack([(real.sum(1) - gate.sinks).clamp(min=0).sum()
+                                   for name, gate in gates.items() if name in found])
+            mean, kept, dropped = self._means(total, count, kept, decided, dropped)
+        budget = budget_loss(kept.mean(), target)
         return Losses(mean + self.weight * budget, mean.detach(), budget.detach(), kept.detach(), dropped)
+
+    def _means(self, total: Tensor, count: Tensor, kept: Tensor, decided: Tensor,
+               dropped: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Divergence per token, kept shares (of ``decided`` tokens) and dropped share of all ranks, with gradients of
+        this rank's part."""
+        ranks, layers = self.process_group.size(), len(kept)
+        parts = total, count, dropped, kept * decided, decided
+        sums = torch.cat([x.detach().double().reshape(-1) for x in parts])
+        dist.all_reduce(sums, group=self.process_group)
+        tokens, of_all = sums[1], sums[3 + layers:].clamp(min=1)
+        mean = total * (ranks / tokens).to(total.dtype)
+        share = kept * (ranks * decided / of_all).to(kept.dtype)
+        return (_with_value(mean, sums[0] / tokens), _with_value(share, sums[3:3 + layers] / of_all),
+                (sums[2] / ranks).to(dropped.dtype))
 
     def _check_heads(self, teacher: nn.Module, head: Head, input_ids: Tensor) -> None:
         """Check once, because some models change their logits after the head."""
@@ -151,6 +181,11 @@ class Distillation(nn.Module):
             raise ValueError(f"the logits of {type(teacher).__name__} are not those of its head applied to its hidden "
                              f"states: they are off by {off:.3g}, the largest is {size:.3g}")
         self._is_checked = True
+
+
+def _with_value(x: Tensor, value: Tensor) -> Tensor:
+    """``value``, with the gradient of ``x``."""
+    return x + (value.to(x.dtype) - x).detach()
 
 
 def _hidden(model: Any, name: str | None, given: dict[str, Any]) -> Tensor:

@@ -5,6 +5,7 @@ linearly, temperature 0.1, weight 1 of the budget.
 """
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import os
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from cupy_dma import checks
@@ -46,7 +48,8 @@ def train(model: nn.Module, batches: Iterable[Any], *, steps: int, ratio: float,
           base_rate: float = 1e-5, temperature: float | tuple[float, float] | None = None, weight: float = 1.0,
           direction: str = "forward", chunk: int = 4096, clip: float = 1.0, autocast: torch.dtype | None = None,
           checkpoint: str | os.PathLike | None = None, every: int = 100, resume: bool = False,
-          callback: Callable[[dict[str, Any]], Any] | None = None, progress: bool = True) -> list[dict[str, Any]]:
+          callback: Callable[[dict[str, Any]], Any] | None = None, progress: bool = True, process_group: Any = None,
+          wrap: Callable[[Distillation], nn.Module] | None = None) -> list[dict[str, Any]]:
     """Train the gates of a model, in place. Leaves the model in evaluation mode.
 
     Parameters
@@ -83,6 +86,13 @@ def train(model: nn.Module, batches: Iterable[Any], *, steps: int, ratio: float,
         Called with every step's log.
     progress : bool
         Show a progress bar.
+    process_group : ProcessGroup, optional
+        Data parallelism: its ranks call ``train`` together, each with batches of its own, and take the same steps. The
+        first rank writes the ``checkpoint``, which all must be able to read, and shows the progress.
+    wrap
+        Called with the ``Distillation``; returns the module to call in its place, by default with a ``process_group``
+        ``DistributedDataParallel``. To shard the model, it calls ``fully_shard`` on its layers and returns
+        ``fully_shard(objective)``; then there are no checkpoints.
 
     Returns
     -------
@@ -95,6 +105,8 @@ def train(model: nn.Module, batches: Iterable[Any], *, steps: int, ratio: float,
     TypeError, ValueError
         An argument has the wrong type or value, the model has no gates, the texts are too short, there are fewer
         batches than steps, or the checkpoint has another recipe.
+    NotImplementedError
+        A checkpoint of a sharded model.
     FloatingPointError
         The loss is not finite; the parameters are as before that step.
     """
@@ -111,18 +123,26 @@ def train(model: nn.Module, batches: Iterable[Any], *, steps: int, ratio: float,
         raise ValueError("resume needs a checkpoint, got None")
     path = None if checkpoint is None else Path(checkpoint)
     objective = _prepared(model, trainable, lambda: Distillation(model, teacher, weight=weight, direction=direction,
-                                                                 chunk=chunk))
+                                                                 chunk=chunk, process_group=process_group))
+    if wrap is None and process_group is not None:
+        wrap = functools.partial(nn.parallel.DistributedDataParallel, process_group=process_group)
+    stepped = objective if wrap is None else wrap(objective)
     gates = list(gates_of(model).values())
     learned = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if path is not None and any(hasattr(p, "full_tensor") for p in learned.values()):
+        raise NotImplementedError("checkpoint must be None for a sharded model: save it with torch.distributed's own")
     optimizer, only_gates = _optimizer(gates, learned, rates)
-    recipe = {"ratio": float(ratio), "shrink": shrink, "linear": linear, "weight": float(weight),
+    ranks, rank = (1, 0) if process_group is None else (process_group.size(), process_group.rank())
+    recipe = {"ranks": ranks, "ratio": float(ratio), "shrink": shrink, "linear": linear, "weight": float(weight),
               "direction": direction, "parameters": sorted(learned)}
     history: list[dict[str, Any]] = []
-    random = _load(path, recipe, learned, optimizer, history) if resume and path is not None and path.exists() else None
+    random = None
+    if resume and path is not None and path.exists():
+        random = _load(path, recipe, learned, optimizer, history)[rank]
     given = itertools.islice(batches, len(history), None)
     _set_modes(model, only_gates)
     try:
-        with _bar(steps, len(history), progress) as bar:
+        with _bar(steps, len(history), progress and rank == 0) as bar:
             for step in range(len(history), steps):
                 batch = next(given, None)
                 if batch is None:
@@ -134,13 +154,13 @@ def train(model: nn.Module, batches: Iterable[Any], *, steps: int, ratio: float,
                 if warmth is not None:
                     for gate in gates:
                         gate.temperature = warmth[0] + (warmth[1] - warmth[0]) * min(step / shrink, 1.0)
-                log = _step(objective, optimizer, learned, batch, target, clip, autocast, step)
+                log = _step(stepped, optimizer, learned, batch, target, clip, autocast, step)
                 history.append({"step": step, "target": target, **log, "temperature": gates[0].temperature,
                                 "seconds": time.perf_counter() - began})
                 bar.set_postfix({name: f"{history[-1][name]:.3g}" for name in ("kl", "kept", "target")})
                 bar.update()
                 if path is not None and (len(history) % every == 0 or len(history) == steps):
-                    _save(path, recipe, learned, optimizer, history)
+                    _save(path, recipe, learned, optimizer, history, process_group)
                 if callback is not None:
                     callback(history[-1])
     finally:
@@ -148,7 +168,7 @@ def train(model: nn.Module, batches: Iterable[Any], *, steps: int, ratio: float,
     return history
 
 
-def _step(objective: Distillation, optimizer: Any, learned: dict[str, Any], batch: Any, target: float, clip: float,
+def _step(objective: nn.Module, optimizer: Any, learned: dict[str, Any], batch: Any, target: float, clip: float,
           autocast: torch.dtype | None, step: int) -> dict[str, Any]:
     """One step, which waits for the device once; returns its log."""
     device = next(iter(learned.values())).device
@@ -158,7 +178,8 @@ def _step(objective: Distillation, optimizer: Any, learned: dict[str, Any], batc
         losses = objective(target=target, **named)
     optimizer.zero_grad(set_to_none=True)
     losses.loss.backward()
-    norm = nn.utils.clip_grad_norm_(learned.values(), clip)
+    norm: Any = nn.utils.clip_grad_norm_(learned.values(), clip)
+    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
     numbers = (losses.loss, losses.kl, losses.budget, losses.dropped, norm, *losses.kept)
     loss, kl, budget, dropped, size, *layers = torch.stack([x.detach().float() for x in numbers]).tolist()
     if not (math.isfinite(loss) and math.isfinite(size)):
@@ -231,9 +252,15 @@ def _temperatures(value: Any) -> tuple[float, float] | None:
 
 
 def _save(path: Path, recipe: dict[str, Any], learned: dict[str, Tensor], optimizer: Any,
-          history: list[dict[str, Any]]) -> None:
-    """Written to another file first, so that an interruption leaves the previous one intact."""
-    random = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [])]
+          history: list[dict[str, Any]], group: Any) -> None:
+    """Written by the first rank, to another file first, so that an interruption leaves the previous one intact."""
+    own = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [])]
+    random = [own]
+    if group is not None:
+        random = [own] * group.size()
+        dist.all_gather_object(random, own, group=group)
+        if group.rank():
+            return
     beside = path.with_name(f"{path.name}.new")
     torch.save({"recipe": recipe, "parameters": {name: p.detach() for name, p in learned.items()},
                 "optimizer": optimizer.state_dict(), "history": history, "random": random}, beside)
@@ -241,8 +268,8 @@ def _save(path: Path, recipe: dict[str, Any], learned: dict[str, Tensor], optimi
 
 
 def _load(path: Path, recipe: dict[str, Any], learned: dict[str, Tensor], optimizer: Any,
-          history: list[dict[str, Any]]) -> list[Tensor]:
-    """Restore a checkpoint, except the random states, which are restored later."""
+          history: list[dict[str, Any]]) -> list[list[Tensor]]:
+    """Restore a checkpoint, except the random states of the ranks, which are restored later."""
     saved = torch.load(path, map_location="cpu", weights_only=True)
     for name, value in recipe.items():
         if saved["recipe"][name] != value:

@@ -1,7 +1,13 @@
 """The example and the page on retrofit."""
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -35,6 +41,22 @@ def test_the_example(tmp_path, capsys):
     assert re.search(r"30 steps, 3840 tokens: .*", capsys.readouterr().out)[0] in said
     again = example.AutoModelForCausalLM.from_pretrained(folder)
     assert all(torch.equal(x, again.state_dict()[key]) for key, x in loaded.state_dict().items())
+
+
+def test_the_example_on_two_ranks(tmp_path):
+    """With torchrun, on a CPU: one report, of the tokens of both."""
+    text = tmp_path / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 60)
+    options = [text, "--length", "48", "--delay", "8", "--steps", "4", "--every", "2", "--ratio", "2", "--held-out",
+               "1", "--output", tmp_path / "gated"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+               ROOT / "examples" / "retrofit.py", *options]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([str(x) for x in command], capture_output=True, text=True, env=env, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"4 steps, (\d+) tokens", done.stdout) == [str(2 * 4 * 2 * 48)]
+    assert done.stdout.count("held out") == done.stdout.count("saved to") == 1
+    assert (tmp_path / "gated" / "state.pt").exists() and (tmp_path / "gated" / "config.json").exists()
 
 
 def test_too_little_text(tmp_path):
