@@ -23,6 +23,7 @@
 #   CUDA_EXTRA=cuda12     which CUDA extra to install; chosen by the driver if not given
 #   TORCH=, TRANSFORMERS=, PEFT=, JAX=  what pip installs for the tests; empty for none, whose tests are skipped
 #   TORCH_INDEX=          an index of CPU wheels to ask last, where TORCH is not given
+#   SLOW_SHARE=2/4        make test-all runs this share of the slow tests
 #   GPU=yes               there is a GPU, though nvidia-smi does not say so
 #   GPU_JOBS=8            processes of make test-gpu, which mostly compiles
 #   GPU_SHARE=1/2         make test-gpu runs this share of the tests; tests/gpu/gpu_record.py joins them
@@ -101,7 +102,7 @@ test: $(TEST_READY)
 	$(RUN) -m pytest -m "not slow $(NO_GPU)" $(if $(VENV),$(WORKERS)) $(ARGS)
 
 test-all: test $(DOCS_READY) $(OLD_TRANSFORMERS)
-	$(RUN) -m pytest -m "slow and not rare $(NO_GPU)" $(if $(VENV),$(WORKERS)) $(ARGS)
+	$(SLOW_SHARE:%=CUPY_DMA_SLOW_SHARE=%) $(RUN) -m pytest -m "slow and not rare $(NO_GPU)" $(if $(VENV),$(WORKERS)) $(ARGS)
 	$(if $(OLD_TRANSFORMERS),PYTHONPATH=$(OLD_TRANSFORMERS) $(RUN) -m pytest tests/transformers $(WORKERS))
 	$(if $(OLD_TRANSFORMERS),$(RUN) -m tests.transformers.upstream)
 

@@ -9,6 +9,8 @@ of kernel files that differ from the last commit (``CUPY_DMA_BASE`` names anothe
 
 ``make test-all`` should take about an hour on two cores, so of the largest grids it runs a share, too. ``make
 test-gpu`` runs all their cases on a GPU; ``make test-rare`` runs the rest here, for changes of kernels.
+``CUPY_DMA_SLOW_SHARE=2/4`` runs the second quarter of the slow tests: continuous integration takes the next quarter
+with each commit.
 """
 from __future__ import annotations
 
@@ -80,6 +82,14 @@ def including(changed: set[str], texts: dict[str, str]) -> set[str]:
     return changed
 
 
+def in_share(nodeid: str, share: str) -> bool:
+    """Whether a test belongs to this share, such as ``2/4``, of all."""
+    part, count = map(int, share.split("/"))
+    if not 1 <= part <= count:
+        raise pytest.UsageError(f"CUPY_DMA_SLOW_SHARE must be i/n with 1 <= i <= n, got {share}")
+    return zlib.crc32(f"share {nodeid}".encode()) % count == part - 1
+
+
 def mark(items: list[pytest.Item]) -> None:
     def function(item: pytest.Item) -> str:
         return item.nodeid.partition("[")[0]
@@ -96,3 +106,8 @@ def mark(items: list[pytest.Item]) -> None:
             for item in ordered[kept:]:
                 if item not in chosen:
                     item.add_marker(marker)
+
+    share = os.environ.get("CUPY_DMA_SLOW_SHARE")
+    for item in items:
+        if share and item.get_closest_marker("slow") and not in_share(item.nodeid, share):
+            item.add_marker(pytest.mark.rare)

@@ -1,4 +1,6 @@
 """Which mutations ``make test`` runs: those of changed kernel files and of what includes them."""
+import pytest
+
 from tests import slow
 
 
@@ -16,3 +18,13 @@ def test_included_names_are_those_of_files():
 def test_changes_are_those_of_a_commit(monkeypatch):
     monkeypatch.setenv("CUPY_DMA_BASE", "no such commit")
     assert slow.changed_kernels() == set()
+
+
+def test_shares_of_slow_tests_are_disjoint_and_complete():
+    names = [f"tests/a.py::test[{i}]" for i in range(1000)]
+    shares = [{name for name in names if slow.in_share(name, f"{i}/4")} for i in (1, 2, 3, 4)]
+    assert set().union(*shares) == set(names) and sum(map(len, shares)) == len(names)
+    assert min(map(len, shares)) > 200
+    for wrong in ("0/4", "5/4"):
+        with pytest.raises(pytest.UsageError, match="1 <= i <= n"):
+            slow.in_share("a", wrong)
