@@ -29,7 +29,7 @@ FAULTS = "tests/emulator/mutations/test_mutations.py::test_faults_are_caught"
 # Node id without parameters -> of how many cases make test runs one (at least one of each function; None: no case).
 # The first pattern that fits counts.
 SHARES: dict[str, int | None] = {
-    "tests/emulator/mutations/*::test_sound_kernels_pass": 10,
+    "tests/emulator/mutations/*::test_sound_kernels_pass": None,  # 5 to 20 s each
     FAULTS: None,  # see above
     "tests/emulator/tests/test_faults.py::*": 2,
     "tests/emulator/tests/test_sm90.py::*every_length*": None,  # 10 to 40 s each

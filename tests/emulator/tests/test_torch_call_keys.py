@@ -35,9 +35,8 @@ Call = tuple[Callable[..., Any], list[Any]]  # a function and its inputs
 
 
 def check(first: Callable[[int], Call], neighbours: dict[str, Callable[[int], Call]]) -> None:
-    for i in range(3):
-        call, inputs = first(i)
-        step(call, *inputs)
+    call, inputs = first(0)
+    step(call, *inputs)
     for name, make in (*neighbours.items(), ("the first kind", first)):
         call, inputs = make(9)
         found = step(call, *inputs)
