@@ -23,6 +23,7 @@ from cupy_dma.backends.cuda.decode import step
 from cupy_dma.backends.cuda.runtime import configs, jit, sums
 from cupy_dma.backends.cuda.runtime.params import Params
 from cupy_dma.backends.cuda.select import last_queries, prefix
+from tests import slow
 
 try:
     jit.find_headers()
@@ -37,8 +38,8 @@ ARCHITECTURES = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90a": 227, "sm_100"
 # every architecture, so sm_80, the oldest, gets all of them; a newer one adds its own tiles and the paths that only it
 # takes: clusters and the kernels of kernels/sm90 on sm_90a, the smallest shared memory and the newest assembler on
 # sm_120. sm_86 and sm_89 share the tiles of sm_120, and sm_100 those of sm_90a.
-QUICK = {"sm_80": None, "sm_90a": ("decode/step.cu", "sm90/combine.cu"),
-         "sm_120": ("sm80/forward.cu", "sm80/backward_dkv.cu")}  # sources; None: all
+# Sources that make test leaves out unless they have changed: 10 s and more each.
+LONG = ("decode/step.cu", "sm80/forward.cu", "sm80/backward_dkv.cu", "sm80/backward_dq.cu")
 QUICK_HOPPER = {("contiguous", 128), ("bits", 64)}  # keys, head dim
 
 # The Hopper kernels have more options than there is time for every combination of them. Each pair of options is
@@ -222,7 +223,7 @@ def allowed_spills(config: jit.Config, arch: str) -> int:
 
 @needs_compiler
 @pytest.mark.parametrize(("arch", "source"), [
-    case(arch, source, quick=arch in QUICK and (QUICK[arch] is None or source in QUICK[arch]))
+    case(arch, source, quick=arch == "sm_80" and (source not in LONG or source in slow.changed_kernels()))
     for arch in ARCHITECTURES for source in sorted({config.source for config in chosen(arch)})])
 def test_every_kernel_compiles_without_large_spills(arch, source):
     for config in chosen(arch):
