@@ -21,7 +21,8 @@ class Block(nn.Module):
         options = {"window": 5, "dtype": torch.float64, **options}
         self.attention = DynamicMaskSelfAttention(WIDTH, 4, 2, **options)
         self.mlp = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()).double()
-        nn.init.normal_(self.attention.attention.A)
+        core = self.attention.attention
+        nn.init.normal_(core.A if core.width is None else core.score_proj.weight)
 
     def forward(self, x: Tensor, **given: Any) -> Tensor:
         x = x + self.attention(x, **given)
@@ -134,8 +135,8 @@ def prompt(how: str, group: Any = None) -> tuple[DynamicMaskSelfAttention, Tenso
     torch.manual_seed(2)
     window, delay = (5, 0) if how == "padding" else ((6, 3), 7)
     layer = DynamicMaskSelfAttention(WIDTH, 4, 2, window, sinks=1, recent=3, bias_delay=delay, dtype=torch.float64,
-                                     process_group=group)
-    nn.init.normal_(layer.attention.A)
+                                     scores="input" if how == "input" else "value", process_group=group)
+    nn.init.normal_(layer.attention.score_proj.weight if how == "input" else layer.attention.A)
     _, _, given = inputs(how, torch.zeros(BATCH, N + 1, dtype=torch.int64))
     return layer, *torch.randn(2, BATCH, N, WIDTH, dtype=torch.float64), given
 

@@ -9,6 +9,7 @@ from tests.distributed import retrofit_jobs as jobs  # noqa: E402
 CLOSE = {"rtol": 2e-4, "atol": 2e-6}  # float32
 
 
+@pytest.mark.feature("numpy forward backward", "distributed", "retrofit, DDP and FSDP2")
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
 @pytest.mark.parametrize("trainable", ["gate", "all"])
 def test_a_step(ranks, how, trainable):

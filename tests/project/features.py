@@ -47,12 +47,13 @@ ROWS: dict[str, dict[str, str]] = {
     "torch": dict.fromkeys((
         "autograd", "torch.compile", "autocast", "CUDA graphs",
         "DynamicMaskAttention: sinks, recent, padding, documents, packed", "DynamicMaskAttention.extend",
+        "DynamicMaskAttention, scores of the layer's input",
         "DynamicMaskSelfAttention", "DynamicMaskSelfAttention, with a cache", "RetentionGate"), ""),
     "distributed": {
         "context_parallel_attention, any shards, GQA": "lengths-", "sinks, recent": "kept-", "padding": "padding-",
         "documents that cross ranks": "documents-", "softcap, scale": "softcap",
         "without scores: a sliding window": "scores-none", "CUDA graphs, no host synchronization": "",
-        "layers, DDP and FSDP2 on a mesh": "", "fill_cache, prefill": ""},
+        "layers, DDP and FSDP2 on a mesh": "", "retrofit, DDP and FSDP2": "", "fill_cache, prefill": ""},
     "jax": dict.fromkeys((
         "attention: masks, biases, types", "dynamic_mask_attention under jit", "checkpoint", "vmap", "shard_map",
         "DynamicMaskAttention of flax.nnx", "key_scores", "top_w, padding, documents", "command buffers"), ""),
@@ -84,7 +85,7 @@ WHY = (
      "has no decode cache: `extend` raises NotImplementedError"),
     ("torch: CUDA graphs*", "triton flex",
      "not tested; the first call of a configuration compiles, which no capture allows"),
-    ("torch: *|distributed: layers*", "cuda triton flex",
+    ("torch: *|distributed: layers*|distributed: retrofit*", "cuda triton flex",
      "not tested; a layer calls `attention` and `key_scores`, which are"),
     ("distributed: fill_cache*", "cuda", "not tested; made of torch operations and of `top_w`, which is"),
     ("distributed: *", "triton flex", "not tested; the attention of a rank is one call of `attention`"),

@@ -207,6 +207,7 @@ BY_INPUT = {"plain": {}, "dt_bias": {"dt_bias": True, "bias_delay": 3}, "kept": 
             "heads": {"window": (4, 9)}}
 
 
+@pytest.mark.feature("numpy forward", "torch", "DynamicMaskAttention, scores of")
 @pytest.mark.parametrize("options", BY_INPUT)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, float64])
 @pytest.mark.parametrize("padded", [False, True])
@@ -223,6 +224,7 @@ def test_scores_of_the_input(options, dtype, padded):
     assert all(y.isfinite().all() and y.any() for y in found)
 
 
+@pytest.mark.feature("numpy backward", "torch", "DynamicMaskAttention, scores of")
 def test_gradients_of_scores_of_the_input():
     for options in BY_INPUT.values():
         (module, x), (q, k, v, _) = by_input(dtype=float64, **options), draw()
@@ -242,6 +244,7 @@ def test_the_input_s_scores_begin_as_a_window_and_learn_at_once():
     assert module.score_proj.weight.grad.any() and list(module.state_dict()) == ["score_proj.weight"]
 
 
+@pytest.mark.feature("numpy forward", "torch", "DynamicMaskAttention, scores of")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("options", BY_INPUT)
 @torch.no_grad()
