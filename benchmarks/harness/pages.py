@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from benchmarks.harness import pages_evidence, pages_models
+from benchmarks.harness import pages_evidence, pages_models, pages_retrofit
 from benchmarks.harness.charts import Panel, size_of
 from benchmarks.harness.report import (
     Cell,
@@ -435,4 +435,4 @@ REPORTS = {report.name: report for report in (
     of_suite("dense", dense_table, "Dense masks, dense biases and varlen", panels=bars,
              text=partial(with_goals, ratios, lambda goal: f"{ratio_words(goal):>7} of {goal['limit']:.2f}")),
     of_suite("intervals", intervals_table), of_suite("portable", portable_table),
-    *pages_models.REPORTS, *pages_evidence.REPORTS)}
+    *pages_models.REPORTS, *pages_evidence.REPORTS, *pages_retrofit.REPORTS)}

@@ -186,9 +186,12 @@ class Report:
     title: Callable[[Entry], str] = head  # of the chart
     panels: Callable[[Entry], list[Panel]] | None = None
     across: int = 3  # panels of the chart
+    unrecorded: str | None = None  # what pages show without a record
 
     @property
     def pending(self) -> str:
+        if self.unrecorded is not None:
+            return self.unrecorded
         return f"**Not recorded yet.** `python -m benchmarks {self.name}` does."
 
     def paths(self, out: str | None = None) -> list[Path]:

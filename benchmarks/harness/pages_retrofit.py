@@ -1,0 +1,218 @@
+"""What docs/evidence.md shows of retrofit, and docs/retrofit.md of its speed. Needs no torch.
+
+Nothing is claimed before it is recorded: without a record the piece of the page is empty.
+"""
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from benchmarks.harness.charts import Panel, by_size, colormaps
+from benchmarks.harness.pages_evidence import Row, spread, where
+from benchmarks.harness.report import Piece, Report, length, markdown, mebibytes, milliseconds, ratio, times
+
+KINDS = {"full": "full attention", "window": "window and sinks", "random": "random", "h2o": "H2O", "snapkv": "SnapKV",
+         "value": "scores of the value", "input": "scores of the layer's input",
+         "aged": "scores of the layer's input that age", "gates": "gates, base frozen",
+         "warm": "gates that start from scores", "tuned": "gates, base tuned", "oracle": "oracle (sees the future)"}
+LEARNED = ("input", "aged", "gates", "warm", "tuned")  # what the goal is about
+TEXTS = ("text", "code")
+LATE, GOAL, AT = 1024, 25, 256  # positions from which on losses count; per cent of the window's loss, at so many rows
+
+
+def late(row: Row, text: str) -> float | None:
+    """Nats per token from position ``LATE`` on; of texts that are shorter, of the last bin."""
+    if text not in row["by_position"]:
+        return None
+    edges = row["edges"]
+    bins = [(b - a, x) for a, b, x in zip(edges, edges[1:], row["by_position"][text]) if a >= LATE]
+    bins = bins or [(1, row["by_position"][text][-1])]
+    return sum(n * x for n, x in bins) / sum(n for n, _ in bins)
+
+
+def ending(row: Row, text: str) -> float | None:
+    return row["ending"].get(text)
+
+
+def needles(row: Row) -> float:
+    return statistics.mean(one["found"] / row["settings"]["needles"] for one in row["needles"])
+
+
+def rows_of(result: dict[str, Any], kind: str, rows: int) -> list[Row]:
+    return [row for row in result["rows"] if row["settings"]["kind"] == kind and row["settings"]["rows"] == rows]
+
+
+def budgets(result: dict[str, Any]) -> list[int]:
+    return sorted({row["settings"]["rows"] for row in result["rows"] if row["settings"]["kind"] in KINDS} - {0})
+
+
+def closed(result: dict[str, Any], kind: str, rows: int, text: str) -> list[float]:
+    """Of what the window loses to full attention, how many per cent each seed of a policy wins back."""
+    full, window = (rows_of(result, name, at) for name, at in (("full", 0), ("window", rows)))
+    if not full or not window:
+        return []
+    low, high = late(full[0], text), late(window[0], text)
+    found = [late(row, text) for row in rows_of(result, kind, rows)]
+    return [100 * (high - x) / (high - low) for x in found if x is not None and high and low and high > low]
+
+
+def best(result: dict[str, Any]) -> tuple[str, dict[str, float]] | None:
+    """The learned policy that wins most back at ``AT`` rows of the text where it wins least, mean of its seeds."""
+    means = {kind: {text: statistics.mean(found) for text in TEXTS if (found := closed(result, kind, AT, text))}
+             for kind in LEARNED}
+    whole = {kind: own for kind, own in means.items() if len(own) == len(TEXTS)}
+    if not whole:
+        return None
+    kind = max(whole, key=lambda kind: min(whole[kind].values()))
+    return kind, whole[kind]
+
+
+def loss_table(result: dict[str, Any], text: str) -> str:
+    """Nats per token of late positions and what is won back of the window's loss, by rows."""
+    found = budgets(result)
+    lines = []
+    for kind, name in KINDS.items():
+        cells = []
+        for rows in found:
+            own = [x for row in rows_of(result, kind, 0 if kind == "full" else rows)
+                   if (x := late(row, text)) is not None]
+            share = closed(result, kind, rows, text) if kind not in ("full", "window") else []
+            cells.append(spread(own, digits=3) + (f", {statistics.mean(share):+.0f} %" if share else ""))
+        if set(cells) != {"–"}:
+            lines.append([name, *cells])
+    return markdown([f"{text}: nats per token, share won back", *(f"{rows} rows" for rows in found)], lines)
+
+
+def ending_table(result: dict[str, Any]) -> str:
+    """The last tokens, where SnapKV can be compared, and needles."""
+    found = budgets(result)
+    lines = []
+    for kind, name in KINDS.items():
+        cells = []
+        for rows in found:
+            own = rows_of(result, kind, 0 if kind == "full" else rows)
+            nats = [spread([row["ending"][text] for row in own], digits=3) for text in TEXTS]
+            cells.append(f"{' / '.join(nats)} / {spread([needles(row) for row in own], 100, 0)}" if own else "–")
+        if set(cells) != {"–"}:
+            lines.append([name, *cells])
+    return markdown(["last tokens: text / code / needles found, %", *(f"{rows} rows" for rows in found)], lines)
+
+
+def training_table(result: dict[str, Any]) -> str:
+    lines = []
+    for kind in KINDS:
+        own = {row["settings"]["seed"]: row["training"] for row in result["rows"]
+               if row["settings"]["kind"] == kind and "training" in row}
+        if own:
+            lines.append([KINDS[kind], str(len(own)), f"{statistics.mean(x['tokens'] for x in own.values()) / 1e6:.1f}",
+                          f"{statistics.mean(x['seconds'] for x in own.values()) / 60:.1f}"])
+    return markdown(["trained", "seeds", "million tokens a seed", "minutes a seed"], lines)
+
+
+def verdict(result: dict[str, Any]) -> str:
+    """For whom the method is and for whom it is not, by what was measured."""
+    found = best(result)
+    if found is None:
+        return "The record does not hold all policies yet: the tables show what it holds."
+    kind, shares = found
+    lost = [needles(row) for row in rows_of(result, kind, AT)]
+    full = statistics.mean(map(needles, rows_of(result, "full", 0)))
+    words = " and ".join(f"{share:.0f} % on {text}" for text, share in shares.items())
+    reached = min(shares.values()) >= GOAL
+    whose = (f"**For** models that read long texts and code with a cache of constant size: at {AT} kept "
+             f"rows, {KINDS[kind]} win back {words} of what a window of as many rows loses to full attention."
+             if reached else
+             f"**For nobody yet who can use a window:** at {AT} kept rows the best learned policy, {KINDS[kind]}, wins "
+             f"back {words} of what a window of as many rows loses to full attention, and the goal was {GOAL} %.")
+    return (f"{whose}\n\n**Not for** texts any detail of which may be asked for: which one matters is known only with "
+            f"the question. Of the needles that were hidden, full attention finds {100 * full:.0f} % and the same "
+            f"policy at {AT} rows {100 * statistics.mean(lost):.0f} %. Not for short contexts either: within the kept "
+            f"rows every policy is full attention.")
+
+
+METHOD = """SmolLM2-135M-Instruct (GGUF Q4_1), 8192 tokens, held-out documents of text and of code
+(`python -m benchmarks retrofit`). *Rows* count all that a query of a kv head sees: sinks, recent keys, itself; every
+policy has as many. *Nats* are of positions from 1024 on. *Won back*: the share of the window's loss to full attention.
+Three seeds: mean and range. SnapKV reads its prompt with full attention, so only the last tokens compare with it."""
+APPENDIX = """## Appendix: small models from scratch
+
+What follows are models of up to 30 M parameters, trained here from their first step, in which scores of the value
+select the keys."""
+
+
+def page(result: dict[str, Any]) -> str:
+    chart = "[![What is won back, by kept rows and by position](results/retrofit.png)](results/retrofit.png)"
+    parts = [verdict(result), METHOD, chart, *(loss_table(result, text) for text in TEXTS), ending_table(result),
+             training_table(result), where(result), APPENDIX]
+    return "\n\n".join(parts)
+
+
+def text(result: dict[str, Any]) -> str:
+    return "\n\n".join([*(loss_table(result, name) for name in TEXTS), ending_table(result), training_table(result)])
+
+
+def panels(result: dict[str, Any]) -> list[Panel]:
+    """Nats above full attention by kept rows, of text and of code; then by position at ``AT`` rows."""
+    shown = [kind for kind in KINDS if kind not in ("full", "snapkv")]
+    colours = dict(zip(shown, colormaps()["tab10"]([7, 8, 5, 9, 4, 6, 0, 2, 3, 1])))
+    full = rows_of(result, "full", 0)
+
+    def by_rows(name: str) -> Any:
+        def draw(ax: Any) -> None:
+            for kind in shown:
+                points = [(rows, statistics.mean(found) - (late(full[0], name) or 0)) for rows in budgets(result)
+                          if (found := [x for row in rows_of(result, kind, rows)
+                                        if (x := late(row, name)) is not None]) and full]
+                if points:
+                    ax.plot(*zip(*points), marker="o", markersize=3, color=colours[kind], label=KINDS[kind])
+            by_size(ax, "kept rows")
+            ax.set_ylabel("nats per token more than full attention")
+            ax.grid(alpha=0.3)
+
+        return draw
+
+    def by_position(name: str) -> Any:
+        def draw(ax: Any) -> None:
+            for kind in shown:
+                own = rows_of(result, kind, AT) or rows_of(result, kind, min(budgets(result), default=0))
+                if own and full:
+                    edges = own[0]["edges"]
+                    means = [statistics.mean(x) for x in zip(*(row["by_position"][name] for row in own))]
+                    apart = [x - y for x, y in zip(means, full[0]["by_position"][name])]
+                    ax.plot(edges[1:], apart, marker="o", markersize=3, color=colours[kind], label=KINDS[kind])
+            by_size(ax, "position, to")
+            ax.set_ylabel("nats per token more than full attention")
+            ax.grid(alpha=0.3)
+
+        return draw
+
+    return [Panel(f"{name}, {what}", draw(name)) for what, draw in (
+        ("by kept rows", by_rows), (f"{AT} rows, by position", by_position)) for name in TEXTS]
+
+
+# ---- speed ----------------------------------------------------------------------------------------------------------
+def speed_table(result: dict[str, Any]) -> str:
+    """A line for each measurement: what it takes, beside the fastest dense peer."""
+    lines = []
+    by: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in result["rows"]:
+        one = row["settings"]
+        by.setdefault((one["part"], one["length"], one["batch"]), {})[one["peer"]] = row
+    for (part, n, batch), peers in by.items():
+        dense = min((row["ms"] for peer, row in peers.items() if peer not in OURS and row["ms"]), default=None)
+        for peer, row in peers.items():
+            faster = times(ratio(dense, row["ms"])) if peer in OURS else ""
+            lines.append([part, length(n), str(batch), peer, milliseconds(row["ms"]), mebibytes(row.get("peak_bytes")),
+                          mebibytes(row.get("cache_bytes")), row.get("note") or faster])
+    return markdown(["part", "tokens", "batch", "attention", "ms", "peak memory", "cache", "of the fastest dense one"],
+                    lines, words=1)
+
+
+OURS = ("gates", "gates, capacity", "window")
+
+REPORTS = (
+    Report("retrofit", "retrofit.json", (Piece("retrofit", "docs/evidence.md", page),), text=text,
+           title=lambda _: "What kept rows lose against full attention, SmolLM2-135M", panels=panels, across=2,
+           unrecorded=""),
+    Report("retrofit_speed", "retrofit_speed.json", (Piece("retrofit_speed", "docs/retrofit.md", speed_table),),
+           text=speed_table, title=lambda _: "Speed of a retrofitted model", unrecorded=""))

@@ -1,0 +1,237 @@
+"""A retrofitted model beside full attention: a training step, prefill, decoding, and their memory.
+
+Model: of the shape of SmolLM2-135M (30 layers, 9/3 heads of 64, width 576, MLP of 1536, vocabulary 49152), bfloat16,
+random weights; positions beyond 8192 cost the same, so lengths beyond the model's context are for speed only. Tokens
+are random. Gates are linear and keep, beyond ``RECENT`` keys, one older key in ``length / 2 / (ROWS - RECENT)``, as
+gates that were trained for ``ROWS`` rows: their biases are set to that quantile of what the random model makes.
+
+    step      forward, loss, backward and AdamW (fused) of all parameters, one sequence, no activation checkpointing
+    prefill   a forward pass, logits of the last tokens alone, no cache
+    decode    a token after a history; ours on a ``GatedCache`` with a capacity, ``ROWS`` rows a kv head, as eager calls
+              and as a CUDA graph; full attention on transformers' cache, eager, filled with random rows
+
+Peers: ``sdpa``, torch's choice; ``flash``, its FlashAttention-2; ``window``, ours with the same rows; ``gates, open``,
+which is how training begins. Timing: ``WARM_UP`` calls, then up to ``--repeats``, queued without waiting, CUDA events
+between them, the median; of decode ``STEPS`` tokens a call. Peak memory: of the measured calls less what was allocated
+before (model, optimizer, cache).
+
+Check: with all gates open the hidden states of a text are sdpa's, to ``NEAR`` of their norm; gates keep the share that
+they were set to, to a tenth; the graph decodes the tokens of the eager calls.
+"""
+from __future__ import annotations
+
+import argparse
+import copy
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import cupy_dma.transformers as dmt
+from benchmarks.harness import decoder, folders, measure
+from benchmarks.harness.command import at_least_1, listed, why_not
+from benchmarks.harness.records import Clock, OutOfTime, Row, Run, add_run_options, device_of, run_all
+from cupy_dma import retrofit
+
+PARTS = ("check", "step", "prefill", "decode")
+WARM_UP, STEPS, NEAR = 2, 16, 0.02
+ROWS, RECENT, SINKS = 256, 64, 4
+PEERS = {"step": ("gates", "gates, open", "window", "sdpa", "flash"),
+         "prefill": ("gates", "gates, open", "window", "sdpa", "flash"), "decode": ("gates", "gates, graph", "sdpa")}
+SIZES = {"smollm2": {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
+                     "num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True},
+         "tiny": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+                  "num_key_value_heads": 2, "vocab_size": 256}}
+
+
+class Bench:
+    def __init__(self, size: str, device: str, repeats: int):
+        import transformers
+
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(**SIZES[size], max_position_embeddings=2**18, rope_theta=100000.0)
+        dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
+        self.base = transformers.AutoModelForCausalLM.from_config(config).to(device, dtype).eval()
+        self.device, self.repeats = device, repeats
+
+    def ids(self, batch: int, length: int) -> Tensor:
+        generator = torch.Generator().manual_seed(length)
+        return torch.randint(self.base.config.vocab_size, (batch, length), generator=generator).to(self.device)
+
+    def model(self, peer: str, length: int, trained: bool) -> Any:
+        model = copy.deepcopy(self.base)
+        if peer.startswith("gates"):
+            dmt.convert(model, policy="gate", delay=RECENT, sinks=SINKS, trainable="all")
+            if peer != "gates, open":
+                share_out(model, self.ids(1, length), min(0.5, 2 * (ROWS - RECENT) / length))
+        elif peer == "window":
+            dmt.convert(model, policy="window", window=ROWS - SINKS, sinks=SINKS)
+        else:
+            model.set_attn_implementation("sdpa")
+        return model.train(trained)
+
+    def timed(self, call: Callable[[], Any]) -> dict[str, Any]:
+        began = time.perf_counter()
+        for _ in range(WARM_UP):
+            call()
+            measure.synchronize()
+            pace, began = time.perf_counter() - began, time.perf_counter()
+        before = torch.cuda.memory_allocated() if measure.on_gpu() else 0
+        found = measure.timed(call, max(1, min(self.repeats, int(5 / pace))), self.device)
+        return {**found, "peak_bytes": max(0, found["peak_bytes"] - before)}
+
+    def step(self, peer: str, batch: int, length: int) -> dict[str, Any]:
+        model, ids = self.model(peer, length, trained=True), self.ids(batch, length)
+        step, losses = decoder.trainer(lambda: model(input_ids=ids, labels=ids, use_cache=False).loss,
+                                       model.parameters(), 1e-6)
+        with kernels(peer):
+            found = self.timed(step)
+        return {**found, "losses": [loss.item() for loss in losses]}
+
+    @torch.no_grad()
+    def prefill(self, peer: str, batch: int, length: int) -> dict[str, Any]:
+        model, ids = self.model(peer, length, trained=False), self.ids(batch, length)
+        with kernels(peer):
+            return self.timed(lambda: model(input_ids=ids, use_cache=False, logits_to_keep=1))
+
+    @torch.no_grad()
+    def decode(self, peer: str, batch: int, length: int) -> dict[str, Any]:
+        import transformers
+
+        model = self.model(peer, length, trained=False)
+        name = dmt.cache_argument(model)
+        if peer == "sdpa":
+            cache = transformers.DynamicCache(config=model.config)
+            shape = batch, model.config.num_key_value_heads, length, model.config.head_dim
+            for layer in range(model.config.num_hidden_layers):
+                cache.update(*(torch.randn(shape, device=self.device, dtype=model.dtype) for _ in range(2)), layer)
+            latest = self.ids(batch, 1)
+        else:
+            cache = dmt.GatedCache(model.config, capacity=ROWS - RECENT - SINKS)
+            for piece in self.ids(batch, length).split(max(1, 2**17 // batch), 1):
+                logits = model(input_ids=piece, logits_to_keep=1, **{name: cache}).logits
+            latest = logits.argmax(-1)
+        step = dmt.DecodingStep(model, cache) if peer == "gates, graph" else \
+            lambda ids: model(input_ids=ids, **{name: cache}).logits
+        tokens: list[Tensor] = []
+
+        def call() -> None:
+            nonlocal latest
+            for _ in range(STEPS):
+                latest = step(latest)[:, -1:].argmax(-1)
+                tokens.append(latest)
+
+        found = self.timed(call)
+        size = cache.memory_bytes if peer != "sdpa" else sum(
+            2 * layer.keys.numel() * layer.keys.element_size() for layer in cache.layers)
+        return {**found, "ms": found["ms"] / STEPS, "cache_bytes": size, "tokens": torch.cat(tokens, 1)[0].tolist()}
+
+
+def share_out(model: Any, ids: Tensor, share: float) -> None:
+    """Let each gate keep this share of the tokens: a random direction, and the quantile of its logits as bias."""
+    def before(gate: Any, given: tuple[Tensor, ...]) -> None:
+        with torch.no_grad():
+            gate.proj.weight.normal_(std=1.0)  # wide: hardly a gate is half open
+            gate.proj.bias.zero_()
+            x = torch.nn.functional.rms_norm(given[0].float(), given[0].shape[-1:], eps=1e-6)
+            logits = gate.proj(x).flatten(0, 1)[-2**17:]
+            place = max(1, round((1 - share) * len(logits)))
+            gate.proj.bias.copy_(-logits.kthvalue(place, 0).values - gate.offset / gate.gain)
+
+    hooks = [gate.register_forward_pre_hook(before) for gate in retrofit.gates_of(model).values()]
+    with torch.no_grad():
+        model.eval().model(input_ids=ids, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+
+
+@contextmanager
+def kernels(peer: str) -> Iterator[None]:
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if peer == "flash" and measure.on_gpu() else nullcontext():
+        yield
+
+
+@torch.no_grad()
+def check(bench: Bench, own: dict[str, Any]) -> dict[str, Any]:
+    ids, began = bench.ids(1, own["length"]), time.perf_counter()
+    hidden = {peer: bench.model(peer, own["length"], False).model(input_ids=ids, use_cache=False).last_hidden_state
+              for peer in ("gates, open", "sdpa")}
+    off = ((hidden["gates, open"] - hidden["sdpa"]).float().norm() / hidden["sdpa"].float().norm()).item()
+    model, kept = bench.model("gates", own["length"], False), []
+    hooks = [gate.register_forward_hook(lambda _, given, found: kept.append(found.kept.mean().item()))
+             for gate in retrofit.gates_of(model).values()]
+    model.model(input_ids=ids, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    share, target = sum(kept) / len(kept), min(0.5, 2 * (ROWS - RECENT) / own["length"])
+    if not off <= NEAR or not abs(share - target) <= 0.1 * target:
+        raise RuntimeError(f"open gates are off by {off:.3g} of sdpa's norm, allowed {NEAR}; gates keep {share:.4f} of "
+                           f"{target:.4f}")
+    return {"off": off, "share": share, "ms": 1e3 * (time.perf_counter() - began)}
+
+
+def measured(bench: Bench, own: dict[str, Any], clock: Clock) -> list[Row]:
+    clock.check()
+    began = time.perf_counter()
+    part, peer = own["part"], own["peer"]
+    if part == "check":
+        found = check(bench, own)
+    else:
+        try:
+            found = getattr(bench, part)(peer, own["batch"], own["length"])
+        except (OutOfTime, AssertionError):
+            raise
+        except Exception as error:  # a peer that cannot run is a result too
+            if peer not in ("sdpa", "flash") and "memory" not in str(error).lower():
+                raise
+            found = {"ms": None, "note": why_not(error)}
+    measure.free_memory()
+    return [{"settings": own, **found, "seconds": round(time.perf_counter() - began, 2)}]
+
+
+def runs(args: argparse.Namespace) -> list[Run]:
+    device, tiny = device_of(args), args.size == "tiny"
+    bench = Bench("tiny" if tiny else "smollm2", device, args.repeats)
+    lengths = args.lengths or ([200] if tiny else [8192, 32768, 131072])
+    chosen = []
+    for part in args.part or PARTS:
+        if part == "check":
+            chosen.append({"part": "check", "length": lengths[0], "batch": 1, "peer": "gates"})
+            continue
+        for length in lengths if part != "step" else [n for n in lengths if n <= 32768]:
+            for batch in (1,) if part == "step" else args.batches or ([2] if tiny else [1, 16]):
+                for peer in PEERS[part]:
+                    if peer != "gates, graph" or device.startswith("cuda"):
+                        chosen.append({"part": part, "length": length, "batch": batch, "peer": peer})
+    return [Run(" ".join(map(str, own.values())), [own], lambda clock, own=own: measured(bench, own, clock))
+            for own in chosen]
+
+
+def add_options(options: argparse.ArgumentParser) -> None:
+    add_run_options(options, PARTS)
+    options.add_argument("--lengths", type=listed(None, int), help="default: 8192, 32768 and 131072")
+    options.add_argument("--batches", type=listed(None, int), help="default: 1 and 16")
+    options.add_argument("--repeats", type=int, default=5)
+
+
+def run(args: argparse.Namespace) -> int:
+    at_least_1(args, "repeats")
+    args.out = args.out or str(folders.output(None))
+    status = run_all("retrofit_speed", args, __doc__, runs)
+    rows = folders.read("retrofit_speed.json", args.out)["rows"]
+    return status if same_tokens(rows) else 1
+
+
+def same_tokens(rows: list[Row]) -> bool:
+    """Whether graphs decode the tokens of eager calls, as far as both go."""
+    by: dict[tuple[Any, ...], dict[str, list[int]]] = {}
+    for row in rows:
+        if "tokens" in row:
+            one = row["settings"]
+            by.setdefault((one["length"], one["batch"]), {})[one["peer"]] = row["tokens"]
+    return all(a == b for found in by.values() if "gates, graph" in found and "gates" in found
+               for a, b in zip(found["gates"], found["gates, graph"]))
