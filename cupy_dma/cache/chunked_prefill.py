@@ -26,6 +26,7 @@ from typing import Any
 from cupy_dma.arrays import Operand
 from cupy_dma.cache.distances import places, spread_rows
 from cupy_dma.cache.record import PrefixStop, top_stops
+from cupy_dma.cache.segments import rectangular
 from cupy_dma.cache.slots import flagged_first, index, needed, refreshed, rows
 from cupy_dma.cache.snapshot import SAVED, copied, copy_rows
 from cupy_dma.cache.state import CacheState, ExtendCall
@@ -44,6 +45,7 @@ def extend_chunk(prefix_stop: PrefixStop, attention: Attention, state: CacheStat
     with state.library.on(state.device):
         if call.length == 0 or state.batch == 0:
             return no_tokens(state, call)
+        target, state = state, rectangular(state)
         history = _Padded(state, call) if call.cu_seqlens is None else _Packed(state, call)
         order = state.library.xp.argsort(state.positions.array)
         position = history.positions(_sorted(state, state.positions, order))
@@ -59,7 +61,7 @@ def extend_chunk(prefix_stop: PrefixStop, attention: Attention, state: CacheStat
             found = _attend(attention, state, call, seen, source, score, mask, delay)
         after = _stored(state, call, history, order, position, top)
         results = (None, None) if found is None else delivered(state, call, *found)
-        copy_rows(after, state)
+        copy_rows(after, target)
     return results
 
 
@@ -272,7 +274,7 @@ def delivered(state: CacheState, call: ExtendCall, out: Any, lse: Any) -> tuple[
 
 def _stored(state: CacheState, call: ExtendCall, history: _Padded, order: Any, position: Any, top: Any) -> CacheState:
     """A copy of the state with the new keys that are needed after the last new token, and only those."""
-    state = copied(state, SAVED)
+    state = copied(state, SAVED if state.segments is None else ("lengths",))  # with segments, these are copies already
     library, xp = state.library, state.library.xp
     batch, head = index(state, state.batch)[:, None, None], index(state, state.kv_heads)[:, None]
     real = (position >= 0) & (library.arange(0, history.length, state.device) < history.end)

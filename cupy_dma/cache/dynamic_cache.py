@@ -58,8 +58,8 @@ class DynamicCache(KeyCache):
 
     Notes
     -----
-    ``B * Hkv * (window + sinks + recent)`` rows are allocated up front and never grow; where windows differ, every head
-    has the rows of the widest. All calls work in place on the arrays' device and the current stream, and never
+    ``window + sinks + recent`` rows per sequence and kv head, of its own window, are allocated up front and never grow.
+    All calls work in place on the arrays' device and the current stream, and never
     synchronize. A cache carries no gradient.
     """
 

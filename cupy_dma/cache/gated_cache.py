@@ -1,23 +1,27 @@
 """Decoding with learned eviction (SPEC sections 16 and 18): a cache that keeps the keys whose gates are open.
 
 It is the cache of ``state.py`` with gates as scores: the last ``delay`` keys are its recent ones, and keys whose gate
-is closed are never in its top. Where the top has no bound, room for it grows with the number of open gates, which the
-host reads when it cannot be sure that the next tokens fit.
+is closed are never in its top. Where the top has no bound, every (sequence, kv head) has rows of its own
+(``segments.py``), which grow with the number of its open gates. The host reads these numbers when it cannot be sure
+that the next tokens fit.
 """
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 from cupy_dma import checks
 from cupy_dma.arrays import Array, Ints, Windows
 from cupy_dma.cache.arguments import extend_call
 from cupy_dma.cache.key_cache import KeyCache
+from cupy_dma.cache.segments import segments_of
 from cupy_dma.cache.slots import index
-from cupy_dma.cache.snapshot import resized, without_tokens
-from cupy_dma.cache.state import CacheState, ExtendCall
-from cupy_dma.masks.windows import Window, widest
+from cupy_dma.cache.snapshot import SIZES, resized, with_segments
+from cupy_dma.cache.state import CacheState, ExtendCall, Segments
+from cupy_dma.masks.windows import Window
 
-ROWS = 16  # the top without a bound has room for a multiple of these
+# Of a top without a bound: the least new room, the least room that is left after a count, and what room is rounded to.
+ROWS, SPARE, MULTIPLE = 64, 32, 16
 
 
 class GatedCache(KeyCache):
@@ -61,9 +65,10 @@ class GatedCache(KeyCache):
 
     Notes
     -----
-    Every kv head has as many rows, ``capacity + sinks + delay``. With a capacity they are allocated up front, and calls
-    never synchronize. Without one there are as many as the head with the most open keys needs, to twice that: a call
-    of several tokens reads that number from the GPU, and so does one of a single token when the rows may be used up.
+    With a capacity, a kv head has ``capacity + sinks + delay`` rows, of its own capacity, which are allocated up front,
+    and calls never synchronize. Without one, a kv head of a sequence has as many as its own open keys need, and a
+    quarter or 64 of these besides: a call of several tokens reads their numbers from the GPU, and so does one of a
+    single token when some head's rows may be used up. ``reorder`` and ``select_batch`` then read ``indices``.
     """
 
     _grows = False
@@ -78,7 +83,7 @@ class GatedCache(KeyCache):
         if isinstance(window, int):
             checks.whole(window, "capacity", 1)
         self._allocate(batch, kv_heads, window, head_dim, value_dim, dtype, like, sinks, delay, record_stops, backend,
-                       threshold)
+                       threshold, self._grows)
 
     # ---- tokens -----------------------------------------------------------------------------------------------------
 
@@ -139,19 +144,22 @@ class GatedCache(KeyCache):
 
     def _make_room(self, call: ExtendCall) -> None:
         """Rows for the open keys that there can be after the call."""
-        state, window = self._state, widest(self._state.window)
+        state = self._state
         if state.library.is_capturing(state.device):
             raise RuntimeError("a GatedCache without a capacity cannot take tokens in a CUDA graph: it may have to "
                                "grow; give it a capacity")
-        if call.length > self._room:
-            count = state.library.astype(state.in_top.array, "int32").sum(-1) + _open(state, call)
-            most = max(state.library.to_numpy(count).ravel().tolist(), default=0)
-            if most > window:
-                window = -(-max(most, 2 * window) // ROWS) * ROWS
-                self._state = resized(state, window)
-            self._room = window - most
-        else:
+        if call.length <= self._room:
             self._room -= call.length
+            return
+        assert state.segments is not None
+        left = state.library.xp.clip(-state.lowest.array, 0, None) - _open(state, call)  # ``lowest`` counts room
+        lefts, besides = state.library.to_numpy(left).ravel().tolist(), state.sinks + state.recent
+        counts = [size - besides - left for size, left in zip(state.segments.sizes, lefts)]
+        rooms = [_enlarged(count + left, count) for count, left in zip(counts, lefts)]
+        sizes = tuple([room + besides for room in rooms])
+        if sizes != state.segments.sizes:
+            self._state = resized(state, segments_of(state.library, state.device, sizes, state.batch, state.kv_heads))
+        self._room = min([room - count for room, count in zip(rooms, counts)], default=0)
 
     # ---- contents ---------------------------------------------------------------------------------------------------
 
@@ -174,6 +182,19 @@ class GatedCache(KeyCache):
         """The most open keys that are kept; None: no bound."""
         return None if self._grows else self._state.window
 
+    def _saved_segments(self, saved: dict[str, Any]) -> Segments:
+        """Those of a saved state."""
+        state = self._state
+        batch, heads, besides = state.batch, state.kv_heads, state.sinks + state.recent
+        if SIZES in saved:
+            sizes = [[checks.whole(size, f"saved['{SIZES}']", 1 + besides) for size in each] for each in saved[SIZES]]
+            if [len(each) for each in sizes] != [heads] * batch:
+                raise ValueError(f"saved['{SIZES}'] must be {batch} lists of {heads} numbers, got {saved[SIZES]}")
+        else:  # every head has the rows of the one with the most
+            window = checks.whole(saved.get("window", state.window), "saved['window']", 1)
+            sizes = [[window + besides] * heads] * batch
+        return segments_of(state.library, state.device, tuple(chain(*sizes)), batch, heads)
+
     # ---- whole sequences --------------------------------------------------------------------------------------------
 
     def _copied(self, rows: Any) -> GatedCache:
@@ -182,7 +203,8 @@ class GatedCache(KeyCache):
         return found
 
     def _copy_from(self, other: Any) -> None:
-        if self.window != other.window:
+        mine, its = self._state.segments, other._state.segments
+        if mine is not None and mine.sizes != its.sizes:
             self._state = other.clone()._state
         super()._copy_from(other)
         self._room = other._room
@@ -205,13 +227,18 @@ class GatedCache(KeyCache):
         """
         before, self._room = self._state, 0
         try:
-            if self._grows and saved.get("window", before.window) != before.window:
+            if self._grows:
                 with self._here():
-                    self._state = without_tokens(before, checks.whole(saved["window"], "saved['window']", 1))
+                    self._state = with_segments(before, self._saved_segments(saved), before.batch)
             super().load_state_dict(saved)
         except BaseException:
             self._state = before
             raise
+
+
+def _enlarged(room: int, count: int) -> int:
+    """Room for ``count`` open keys: as it is, or larger if little is left."""
+    return room if room - count >= SPARE else -(-(count + max(ROWS, count // 4)) // MULTIPLE) * MULTIPLE
 
 
 def _open(state: CacheState, call: ExtendCall) -> Any:

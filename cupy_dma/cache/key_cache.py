@@ -11,9 +11,21 @@ from cupy_dma import backends, checks
 from cupy_dma.arrays import Ints, describe, numpy_dtype
 from cupy_dma.cache.arguments import batch_rows, type_name
 from cupy_dma.cache.record import NAME, Record, stops
+from cupy_dma.cache.segments import rectangular, segments_of, selected
 from cupy_dma.cache.slots import AFTER_ALL, index, needed
-from cupy_dma.cache.snapshot import ARRAYS, NUMBERS, copy_rows, empty_state, forget, load, same_kind, saved_state
-from cupy_dma.cache.state import CacheState, ExtendCall
+from cupy_dma.cache.snapshot import (
+    ARRAYS,
+    NUMBERS,
+    SIZES,
+    copy_rows,
+    empty_state,
+    forget,
+    load,
+    same_kind,
+    saved_state,
+    with_segments,
+)
+from cupy_dma.cache.state import CacheState, ExtendCall, Segments
 from cupy_dma.masks.windows import Window, widest, window_of
 
 Own = TypeVar("Own", bound="KeyCache")
@@ -35,8 +47,9 @@ class KeyCache:
     _record: Record | None
 
     def _allocate(self, batch: Any, kv_heads: Any, window: Any, head_dim: Any, value_dim: Any, dtype: Any, like: Any,
-                  sinks: Any, recent: Any, record_stops: Any, backend: str | None, threshold: float = -inf) -> None:
-        """Check the constructor's arguments, and make a cache without tokens."""
+                  sinks: Any, recent: Any, record_stops: Any, backend: str | None, threshold: float = -inf,
+                  grows: bool = False) -> None:
+        """Check the constructor's arguments, and make a cache without tokens. One that grows has segments."""
         batch, kv_heads = checks.whole(batch, "batch", 0), checks.whole(kv_heads, "kv_heads", 1)
         window = window_of(window, kv_heads)
         sinks, recent = checks.whole(sinks, "sinks", 0), checks.whole(recent, "recent", 0)
@@ -58,8 +71,9 @@ class KeyCache:
                             "it)")
         self._record = Record() if checks.flag(record_stops, "record_stops") else None
         with library.on(device):
-            numbers = window, sinks, recent, threshold
-            self._state = empty_state(library, device, kind, batch, kv_heads, numbers, *sizes)
+            numbers, pairs = (window, sinks, recent, threshold), batch * kv_heads
+            segments = segments_of(library, device, (rows,) * pairs, batch, kv_heads) if grows else None
+            self._state = empty_state(library, device, kind, batch, kv_heads, numbers, *sizes, segments)
 
     def _extended(self, call: ExtendCall, out: Any) -> Any:
         """What ``extend`` returns."""
@@ -140,13 +154,13 @@ class KeyCache:
         with self._here():
             where = self._kept_positions()
             order = xp.argsort(xp.where(where < 0, AFTER_ALL, where))
-            score = xp.where(where < 0, -float("inf"), state.scores.array)
+            score = xp.where(where < 0, -float("inf"), rectangular(state, ("scores",)).scores.array)
             batch, head = index(state, state.batch)[:, None, None], index(state, state.kv_heads)[:, None]
             return KeptKeys(*(self._export(array[batch, head, order]) for array in (where, score)))
 
     def _kept_positions(self) -> Any:
         """Positions of the keys that the last token sees, -1 elsewhere."""
-        state = self._state
+        state = rectangular(self._state, ("positions", "in_top"))
         return state.library.xp.where(needed(state, state.lengths.array - 1), state.positions.array, -1)
 
     def stops(self) -> Any:
@@ -184,8 +198,10 @@ class KeyCache:
     @property
     def memory_bytes(self) -> int:
         """Size of the cache's arrays in bytes."""
-        return sum(prod(x.shape) * numpy_dtype(x.dtype).itemsize for x in
-                   (getattr(self._state, name) for name in ARRAYS)) + (self._record.memory_bytes if self._record else 0)
+        arrays, segments = [getattr(self._state, name) for name in ARRAYS], self._state.segments
+        arrays += [segments.count, segments.start] if segments else []
+        return sum(prod(x.shape) * numpy_dtype(x.dtype).itemsize for x in arrays) + (
+            self._record.memory_bytes if self._record else 0)
 
     def __repr__(self) -> str:
         s = self._state
@@ -203,7 +219,11 @@ class KeyCache:
         rows = batch_rows(indices, self._state.key, self._state.batch, self._state.batch)
         with self._here():
             record = self._record and self._record.selected(rows)
-            copy_rows(self._state, self._state, rows)
+            segments = selected(self._state, rows)
+            if segments is self._state.segments:
+                copy_rows(self._state, self._state, rows)
+            else:  # of a cache that grows
+                self._state = self._selected_state(rows, segments)
             self._record = record
 
     def select_batch(self: Own, indices: Ints) -> Own:
@@ -217,12 +237,17 @@ class KeyCache:
     def _copied(self: Own, rows: Any) -> Own:
         s, found = self._state, self.__class__.__new__(self.__class__)
         with self._here():
-            batch = s.batch if rows is None else int(rows.shape[0])
+            segments = s.segments if rows is None else selected(s, rows)
             found._module, found._backend = self._module, self._backend
-            found._state = empty_state(s.library, s.device, s.key.dtype, batch, s.kv_heads,
-                                       (s.window, s.sinks, s.recent, s.threshold), s.head_dim, s.value_dim)
+            found._state = self._selected_state(rows, segments)
             found._record = self._record and self._record.selected(rows)
-            copy_rows(s, found._state, rows)
+        return found
+
+    def _selected_state(self, rows: Any, segments: Segments | None) -> CacheState:
+        """A copy of the sequences ``rows (n,)``, by default of all."""
+        state = self._state
+        found = with_segments(state, segments, state.batch if rows is None else int(rows.shape[0]))
+        copy_rows(state, found, rows)
         return found
 
     def __copy__(self: Own) -> Own:
@@ -234,14 +259,15 @@ class KeyCache:
 
     def __getstate__(self) -> dict[str, Any]:
         """What a pickle holds: ``state_dict`` and the arguments that it does not imply."""
-        return {"saved": self.state_dict(), "dtype": self._state.key.dtype, "backend": self._backend}
+        return {"saved": self.state_dict(), "dtype": self._state.key.dtype, "backend": self._backend,
+                "kv_heads": self.kv_heads}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         saved = state["saved"]
-        batch, kv_heads, _, head_dim = saved["key"].shape
-        self._allocate(batch, kv_heads, saved["window"], head_dim, saved["value"].shape[3], state["dtype"],
-                       saved["key"], saved["sinks"], saved["recent"], NAME in saved, state["backend"],
-                       saved.get("threshold", -inf))
+        self._allocate(saved["lengths"].shape[0], state.get("kv_heads", saved["key"].shape[1]), saved["window"],
+                       saved["key"].shape[-1], saved["value"].shape[-1], state["dtype"], saved["key"], saved["sinks"],
+                       saved["recent"], NAME in saved, state["backend"], saved.get("threshold", -inf),
+                       state.get("grows", False))
         self.load_state_dict(saved)
 
     def state_dict(self) -> dict[str, Any]:
@@ -250,7 +276,7 @@ class KeyCache:
             saved = saved_state(self._state)
             if self._record is not None:
                 saved[NAME] = self._record.saved(self._state)
-        return {name: x if name in NUMBERS else self._export(x) for name, x in saved.items()}
+        return {name: x if name in (*NUMBERS, SIZES) else self._export(x) for name, x in saved.items()}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restore a saved state, in place. Arrays of another library or device are copied through the host.
@@ -269,6 +295,12 @@ class KeyCache:
                 record.load(same_kind(self._state.scores, saved[NAME], f"saved[{NAME!r}]").array)
             load(self._state, saved)
             self._record = record
+
+    def _slots(self) -> tuple[Any, Any, Any, Any]:
+        """Keys, values, scores and positions ``(B, Hkv, R, ...)``, without segments the cache's own arrays."""
+        with self._here():
+            state = rectangular(self._state)
+        return state.key.array, state.value.array, state.scores.array, state.positions.array
 
     # ---- internals --------------------------------------------------------------------------------------------------
 

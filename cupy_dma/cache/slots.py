@@ -1,5 +1,6 @@
 """Which slots of a cache are needed, and the array operations behind it: the same code for NumPy, CuPy and torch.
 
+``needed`` and ``flagged_first`` take arrays ``(B, Hkv, R)``, as ``rectangular`` gives them.
 Everything is an elementwise operation, a prefix sum or an indexed copy: it runs on the arrays' device in a fixed order
 and never reads a value on the host. Call within ``state.library.on(state.device)``.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from cupy_dma.arrays import Operand
+from cupy_dma.cache.segments import rectangular
 from cupy_dma.cache.state import CacheState
 from cupy_dma.calls.head_dims import movable
 
@@ -37,16 +39,17 @@ def needed(state: CacheState, position: Any) -> Any:
 
 def refreshed(state: CacheState) -> CacheState:
     """The state with new arrays ``lowest``, ``lowest_score`` and ``free``, for the next position, ``lengths``."""
-    xp, score, where = state.library.xp, state.scores.array, state.positions.array
-    top, length = state.in_top.array != 0, state.lengths.array
+    xp, held = state.library.xp, rectangular(state, ("scores", "positions", "in_top"))
+    score, where, top, length = held.scores.array, held.positions.array, held.in_top.array != 0, state.lengths.array
     # The smallest score in the top that is a number, or any if all are NaN; of equal ones the oldest.
     number = top & ~xp.isnan(score)
     least = xp.amin(xp.where(number, score, float("inf")), -1)[..., None]
     last = xp.where(xp.any(number, -1)[..., None], number & (score == least), top)
     slot = xp.argmin(xp.where(last, where, AFTER_ALL), -1)
-    spare = ~needed(state, length)
-    window = state.window if state.windows is None else state.windows.array
-    room = window - state.library.astype(top, "int32").sum(-1)
+    spare = ~needed(held, length)
+    if state.segments is not None:
+        spare = spare & (index(state, where.shape[2]) < state.segments.count.array[..., None])
+    room = state.each_window - state.library.astype(top, "int32").sum(-1)
     found = {"lowest": xp.where(room > 0, -room, slot),
              "lowest_score": xp.where(xp.any(number, -1), least[..., 0], float("nan")),
              "free": xp.where(xp.any(spare, -1), xp.argmax(state.library.astype(spare, "uint8"), -1), -1)}

@@ -6,82 +6,79 @@ nothing: a call that runs out of memory has changed nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 from math import inf
 from typing import Any
 
 from cupy_dma import checks
 from cupy_dma.arrays import Device, Library, Operand, describe
-from cupy_dma.cache.slots import refreshed
-from cupy_dma.cache.state import CacheState
+from cupy_dma.cache.segments import PER_ROW, contents, segments_of
+from cupy_dma.cache.slots import flagged_first, index, needed, refreshed
+from cupy_dma.cache.state import CacheState, Segments
 from cupy_dma.calls.head_dims import movable
 from cupy_dma.masks.windows import Window, widest
 
-SAVED = ("key", "value", "scores", "positions", "in_top", "lengths")  # the other arrays follow from these
+SAVED = (*PER_ROW, "lengths")  # the other arrays follow from these
 NUMBERS = ("window", "sinks", "recent", "threshold")
 ARRAYS = (*SAVED, "lowest", "lowest_score", "free")
+SIZES = "rows"  # in a saved state: how many rows each sequence and kv head has, where they differ
 OCCUPIED = "occupied"  # in the workspace: how many slots of each head may be occupied, the first ones
 
 
 def empty_state(library: Library, device: Device, dtype: str, batch: int, kv_heads: int,
-                numbers: tuple[Window, int, int, float], head_dim: int, value_dim: int) -> CacheState:
-    """A cache without tokens; ``numbers`` are window, sinks, recent and threshold."""
+                numbers: tuple[Window, int, int, float], head_dim: int, value_dim: int,
+                segments: Segments | None = None) -> CacheState:
+    """A cache without tokens; ``numbers`` are window, sinks, recent and threshold. Windows that differ, or segments
+    that are given, make arrays flat."""
     window, sinks, recent, _ = numbers
-    rows, scores = widest(window) + sinks + recent, "float64" if dtype == "float64" else "float32"
+    scores = "float64" if dtype == "float64" else "float32"
+    if isinstance(window, tuple) and segments is None:
+        sizes = tuple([size + sinks + recent for size in window]) * batch
+        segments = segments_of(library, device, sizes, batch, kv_heads)
+    rows = (batch, kv_heads, widest(window) + sinks + recent) if segments is None else (sum(segments.sizes),)
 
     def make(name: str, kind: str, *shape: int, value: int = 0) -> Operand:
         return library.operand(library.full(shape, value, kind, device), name)
 
     found = CacheState(
-        make("key", dtype, batch, kv_heads, rows, head_dim), make("value", dtype, batch, kv_heads, rows, value_dim),
-        make("scores", scores, batch, kv_heads, rows), make("positions", "int64", batch, kv_heads, rows, value=-1),
-        make("in_top", "uint8", batch, kv_heads, rows), make("lengths", "int64", batch),
+        make("key", dtype, *rows, head_dim), make("value", dtype, *rows, value_dim), make("scores", scores, *rows),
+        make("positions", "int64", *rows, value=-1), make("in_top", "uint8", *rows), make("lengths", "int64", batch),
         make("lowest", "int32", batch, kv_heads), make("lowest_score", scores, batch, kv_heads),
-        make("free", "int32", batch, kv_heads), *numbers, make("tickets", "int32", batch * kv_heads + batch),
-        _windows(make("windows", "int32", kv_heads), window) if isinstance(window, tuple) else None)
-    _all_room(found)
+        make("free", "int32", batch, kv_heads), *numbers, make("tickets", "int32", batch * kv_heads + batch), segments)
+    found.lowest.array[...] = -found.each_window
     return found
 
 
-def without_tokens(state: CacheState, window: Window) -> CacheState:
-    """A cache like this one, without tokens, with another window."""
-    return empty_state(state.library, state.device, state.key.dtype, state.batch, state.kv_heads,
-                       (window, state.sinks, state.recent, state.threshold), state.head_dim, state.value_dim)
+def with_segments(state: CacheState, segments: Segments | None, batch: int) -> CacheState:
+    """A cache like this one, of ``batch`` sequences without tokens, with these segments."""
+    window = state.window
+    if segments is not None and isinstance(window, int):  # it grows
+        window = max(segments.sizes, default=window + state.sinks + state.recent) - state.sinks - state.recent
+    return empty_state(state.library, state.device, state.key.dtype, batch, state.kv_heads,
+                       (window, state.sinks, state.recent, state.threshold), state.head_dim, state.value_dim, segments)
 
 
-def resized(state: CacheState, window: int) -> CacheState:
-    """The same contents with a larger window."""
-    found = without_tokens(state, window)
-    for name in ("key", "value", "scores", "positions", "in_top"):
-        _bits(getattr(found, name))[:, :, :state.rows] = _bits(getattr(state, name))
-    found.lengths.array[...] = state.lengths.array
+def resized(state: CacheState, segments: Segments) -> CacheState:
+    """The same contents in larger segments."""
+    found = with_segments(state, segments, state.batch)
+    copy_rows(state, found, names=SAVED)
     return refreshed(found)
-
-
-def _windows(empty: Operand, window: tuple[int, ...]) -> Operand:
-    for head, size in enumerate(window):  # numbers of the host, also while a graph is captured
-        empty.array[head:head + 1] = size
-    return empty
-
-
-def _all_room(state: CacheState) -> None:
-    state.lowest.array[...] = -(state.window if state.windows is None else state.windows.array)  # type: ignore[operator]
 
 
 def forget(state: CacheState) -> None:
     """Remove all tokens, in place."""
-    for operand, value in ((state.positions, -1), (state.in_top, 0), (state.lengths, 0), (state.free, 0)):
+    room = -state.each_window  # allocated before anything changes
+    for operand, value in ((state.positions, -1), (state.in_top, 0), (state.lengths, 0), (state.free, 0),
+                           (state.lowest, room)):
         operand.array[...] = value
-    _all_room(state)
     state.workspace.pop(OCCUPIED, None)
 
 
 def copy_rows(source: CacheState, target: CacheState, rows: Any = None, names: Iterable[str] = ARRAYS) -> None:
     """Copy the sequences ``rows (n,)`` of ``source``, by default all, into ``target``, which may be ``source``.
-    Without ``rows`` nothing is allocated."""
-    arrays: Iterable[Any] = (_bits(getattr(source, name)) for name in names)
-    if rows is not None:
-        arrays = (array[rows] for array in arrays)
-    if source is target:
+    Without ``rows`` and into the same segments nothing is allocated."""
+    arrays: Iterable[Any] = contents(source, target, rows, names)
+    if source is target or target.segments is not None:
         arrays = list(arrays)  # all of them before the first is overwritten
     for name, array in zip(names, arrays):
         _bits(getattr(target, name))[...] = array
@@ -106,8 +103,10 @@ def numbers_of(state: CacheState) -> dict[str, Any]:
 
 def saved_state(state: CacheState) -> dict[str, Any]:
     """Copies of the arrays, and the numbers that define their meaning."""
-    copies = copied(state, SAVED)
-    return numbers_of(state) | {name: getattr(copies, name).array for name in SAVED}
+    copies, found = copied(state, SAVED), numbers_of(state)
+    if state.segments is not None:
+        found[SIZES] = [[*state.segments.sizes[b * state.kv_heads:][:state.kv_heads]] for b in range(state.batch)]
+    return found | {name: getattr(copies, name).array for name in SAVED}
 
 
 def load(state: CacheState, saved: dict[str, Any]) -> None:
@@ -120,13 +119,32 @@ def load(state: CacheState, saved: dict[str, Any]) -> None:
         number = tuple(saved[name]) if isinstance(saved[name], list) else saved[name]  # windows that JSON has kept
         if number != own:
             raise ValueError(f"saved must be of a cache with {name}={own}, got {saved[name]}")
-    arrays = {name: _as_here(getattr(state, name), saved[name], f"saved[{name!r}]") for name in SAVED}
-    copy_rows(refreshed(state.having(arrays)), state)
+    lead: tuple[int, ...] = ()
+    if state.segments is not None and SIZES not in saved:  # every head has the rows of the widest
+        lead = state.batch, state.kv_heads, state.rows
+    elif state.segments is not None and tuple(chain(*saved[SIZES])) != state.segments.sizes:
+        raise ValueError(f"saved must be of a cache with as many rows per sequence and kv head, "
+                         f"{state.segments.sizes[:16]}, got {saved[SIZES]}")
+    arrays = {name: _as_here(getattr(state, name), saved[name], f"saved[{name!r}]", lead if name in PER_ROW else ())
+              for name in SAVED}
+    found = state.having(arrays)
+    copy_rows(refreshed(_needed_first(found) if lead else found), state)
 
 
-def _as_here(here: Operand, array: Any, name: str) -> Operand:
-    """The same, of ``here``'s shape, too."""
-    checks.has_shape(describe(array, name), "of this cache", tuple((size,) for size in here.shape))
+def _needed_first(state: CacheState) -> CacheState:
+    """Rows that are needed in the first slots, which all heads have."""
+    order = flagged_first(state, needed(state, state.lengths.array - 1))
+    batch, head = index(state, state.batch)[:, None, None], index(state, state.kv_heads)[:, None]
+    found = copied(state, PER_ROW)
+    for name in PER_ROW:
+        _bits(getattr(found, name))[...] = _bits(getattr(state, name))[batch, head, order]
+    return found
+
+
+def _as_here(here: Operand, array: Any, name: str, lead: tuple[int, ...]) -> Operand:
+    """The same, of ``here``'s shape, too, or with ``lead`` in place of its first axis."""
+    shape = (*lead, *here.shape[1:]) if lead else here.shape
+    checks.has_shape(describe(array, name), "of this cache", tuple((size,) for size in shape))
     return same_kind(here, array, name)
 
 

@@ -7,7 +7,7 @@ The token at position ``p`` (0, 1, 2, ... in each sequence) attends to
 A key whose score is below ``threshold`` is never in the top, and takes no place of another there.
 Keys are ranked by ``(score, position)``: NaN above everything, the newest of equal scores first. A key that has left
 all three sets never returns, so ``R = window + sinks + recent`` rows hold everything that a later query can see. Kv
-heads may have windows of their own; all have the rows of the widest.
+heads may have windows of their own, and then have rows of their own (``segments.py``).
 
 A slot is *needed* at ``p`` if it is not empty and its key is in the top, a sink, or recent at ``p``. A key that is no
 longer needed stays in its slot, with its position, until it is overwritten.
@@ -29,12 +29,24 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cupy_dma.arrays import Device, Library, Operand
-from cupy_dma.masks.windows import Window
+from cupy_dma.masks.windows import Window, widest
+
+
+@dataclass(slots=True, eq=False)
+class Segments:
+    """How many rows each (sequence, kv head) has, and where they are in flat arrays."""
+
+    sizes: tuple[int, ...]  # count, as the host knows it: all kv heads of the first sequence, then of the next
+    count: Operand  # (B, Hkv) int32
+    start: Operand  # (B, Hkv) int64
 
 
 @dataclass(slots=True, eq=False)
 class CacheState:
-    """Contiguous arrays of one library and device, allocated once and updated in place: addresses never change."""
+    """Contiguous arrays of one library and device, allocated once and updated in place: addresses never change.
+
+    With segments, ``(T, ...)`` stands for ``(B, Hkv, R, ...)``: the rows of all sequences and kv heads.
+    """
 
     key: Operand  # (B, Hkv, R, D) of the cache's type
     value: Operand  # (B, Hkv, R, Dv)
@@ -50,7 +62,7 @@ class CacheState:
     recent: int
     threshold: float  # a key with a lower score is never in the top; -inf: none has one
     tickets: Operand  # (B * Hkv + B,) int32: counters of a backend's kernels, 0 between two calls
-    windows: Operand | None = None  # (Hkv,) int32: the windows, if they differ
+    segments: Segments | None = None  # where heads have different numbers of rows
     workspace: dict[Any, Any] = field(default_factory=dict)  # what a backend keeps between calls; never saved
 
     def having(self, arrays: Mapping[str, Operand]) -> CacheState:
@@ -67,24 +79,30 @@ class CacheState:
 
     @property
     def batch(self) -> int:
-        return self.key.shape[0]
+        return self.lowest.shape[0]
 
     @property
     def kv_heads(self) -> int:
-        return self.key.shape[1]
+        return self.lowest.shape[1]
 
     @property
     def rows(self) -> int:
         """``R = window + sinks + recent``, of the widest window."""
-        return self.key.shape[2]
+        return self.key.shape[2] if self.key.ndim == 4 else widest(self.window) + self.sinks + self.recent
+
+    @property
+    def each_window(self) -> Any:
+        """The window of each (sequence, kv head), an int or int32 ``(B, Hkv)``."""
+        return (self.window if self.segments is None else
+                self.segments.count.array - (self.sinks + self.recent))
 
     @property
     def head_dim(self) -> int:
-        return self.key.shape[3]
+        return self.key.shape[-1]
 
     @property
     def value_dim(self) -> int:
-        return self.value.shape[3]
+        return self.value.shape[-1]
 
 
 @dataclass(slots=True, eq=False)

@@ -154,13 +154,12 @@ class CroppableCache:
 
     def _first(self, removed: int, length: int) -> Store:
         """The same of a cache that has kept every token."""
-        found, saved = self.store.clone(), self.store.state_dict()
-        where = saved["positions"]  # (B, Hkv, R): -1 where there is none
+        found = self.store.clone()
+        key, value, scores, where = self.store._slots()  # positions (B, Hkv, R): -1 where there is none
         order = torch.where(where < 0, torch.iinfo(where.dtype).max, where).argsort(-1)[..., :length]
         rows = order.transpose(1, 2)[..., None]  # (B, L, Hkv, 1)
-        key, value = (saved[name].transpose(1, 2).gather(1, rows.expand(-1, -1, -1, saved[name].shape[-1]))
-                      for name in ("key", "value"))
-        scores, lengths = saved["scores"].gather(-1, order), (self.store.length - removed).clamp(min=0)
+        key, value = (x.transpose(1, 2).gather(1, rows.expand(-1, -1, -1, x.shape[-1])) for x in (key, value))
+        scores, lengths = scores.gather(-1, order), (self.store.length - removed).clamp(min=0)
         found.reset()
         found.update(key, value, scores, lengths=lengths)
         return found

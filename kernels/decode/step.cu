@@ -21,12 +21,15 @@
 // their results to the first block's shared memory, which continues when all have arrived: no partial results in global
 // memory and no ticket.
 //
+// RAGGED: each (sequence, kv head) has a segment of flat arrays (rows, HEAD_DIM), with a number of slots of its own, and as
+// many splits as these fill. For each split of all, `segments` says what it belongs to.
+//
 // A warp loads its first rows before it is known which are needed, because that takes as long to find out as the rows
 // take to arrive; of the others it loads only those that are needed. counts: sequences with fewer than `token` + 1
 // tokens take no step.
 //
 // Prelude: that of decode/split_kv.cuh, MIN_BLOCKS, ATTEND (0: there are no queries), CLUSTER, DELAY (of scores as
-// biases: SPEC section 16).
+// biases: SPEC section 16), RAGGED (1: without clusters).
 #include "common/arch.cuh"
 #include "common/rank.cuh"
 #include "decode/split_kv.cuh"
@@ -36,6 +39,13 @@ struct Candidate {
     long long position;
     unsigned rank;
     int slot, free;  // NO_SLOT if there is none
+};
+
+// The slots of a (sequence, kv head), if numbers of slots differ.
+struct alignas(16) Segment {
+    int start, slots;  // its first row; below 2^31 of all
+    int pair;          // batch * kv_heads + kv head
+    int first_split;   // among those of all
 };
 
 struct StepParams {
@@ -55,8 +65,8 @@ struct StepParams {
     int* free;
     ELEMENT* out;
     float* lse;
-    float* partial;            // (B * Hkv, sets, splits, ROWS, VALUE_DIM)
-    SplitState* partial_state;  // (B * Hkv, sets, splits, ROWS)
+    float* partial;            // (B * Hkv, sets, splits, ROWS, VALUE_DIM); RAGGED: (sets, splits of all pairs, ...)
+    SplitState* partial_state;  // (B * Hkv, sets, splits, ROWS); likewise
     Candidate* candidates;     // (B * Hkv, splits)
     unsigned* tickets;         // (B * Hkv), then (B); all 0
     long long query_batch, query_row, query_head;  // strides, in elements
@@ -65,12 +75,14 @@ struct StepParams {
     long long score_batch, score_head, score_token;
     int count_words;  // 32-bit words of a number of counts
     int kv_heads, group, sets;   // group: query heads of a kv head, in `sets` sets
-    int num_splits, split_size;  // slots of a split, a multiple of STEP
-    int slots, sinks, recent;
+    int num_splits, split_size;  // RAGGED: splits of all pairs; slots of a split, a multiple of STEP
+    int slots, sinks, recent;    // slots: R
     int length, token;  // L, and the token's index in it
     float scale, softcap;
     float threshold;
     int delay;  // with DELAY
+    const Segment* segments;  // (splits of all pairs), with RAGGED
+    int pairs;                // B * Hkv, with RAGGED
 };
 
 constexpr int NO_SLOT = 2147483647;
@@ -106,15 +118,20 @@ struct Head {
     int batch, group;
     int lowest, free;
     float lowest_score, score;  // score: of the token
+    int start, slots;  // of its segment, with RAGGED
 
-    __device__ __forceinline__ Head(const StepParams& p, int pair)
-        : p(p), pair(pair), batch(pair / p.kv_heads), group(pair % p.kv_heads) {
+    __device__ __forceinline__ Head(const StepParams& p, const Segment& segment)
+        : p(p), pair(segment.pair), batch(segment.pair / p.kv_heads), group(segment.pair % p.kv_heads),
+          start(segment.start), slots(segment.slots) {
         position = p.lengths[batch];
         lowest = p.lowest[pair];
         lowest_score = p.lowest_score[pair];
         free = p.free[pair];
         score = p.new_score[batch * p.score_batch + group * p.score_head + p.token * p.score_token];
     }
+
+    __device__ __forceinline__ int end() const { return RAGGED ? slots : p.slots; }
+    __device__ __forceinline__ long long row(int slot) const { return (RAGGED ? start : pair * p.slots) + slot; }
 
     __device__ __forceinline__ Change change() const {
         const bool enters = !(score < p.threshold) && (lowest < 0 || ordered(score) >= ordered(lowest_score));
@@ -129,10 +146,8 @@ struct Head {
     __device__ __forceinline__ const ELEMENT* new_value() const {
         return p.new_value + batch * p.value_batch + p.token * p.value_row + group * p.value_head;
     }
-    __device__ __forceinline__ ELEMENT* key_of(int slot) const { return p.key + (pair * p.slots + slot) * HEAD_DIM; }
-    __device__ __forceinline__ ELEMENT* value_of(int slot) const {
-        return p.value + (pair * p.slots + slot) * VALUE_DIM;
-    }
+    __device__ __forceinline__ ELEMENT* key_of(int slot) const { return p.key + row(slot) * HEAD_DIM; }
+    __device__ __forceinline__ ELEMENT* value_of(int slot) const { return p.value + row(slot) * VALUE_DIM; }
 };
 
 // A lane's data of a slot.
@@ -146,7 +161,7 @@ struct Slot {
     __device__ __forceinline__ Slot(const Head& head, int number, int end)
         : number(number), position(-1), score(0.0f), in_top(0) {
         if (number < end) {
-            const long long at = head.pair * head.p.slots + number;
+            const long long at = head.row(number);
             position = head.p.position[at];
             score = head.p.score[at];
             in_top = head.p.in_top[at];
@@ -227,12 +242,12 @@ __device__ void write_nothing(const StepParams& p, const Head& head, int first_h
 
 // The state after the token, except its rows. One thread.
 __device__ void change_state(const StepParams& p, const Head& head, const Change& change, Candidate lowest) {
-    const long long first = head.pair * p.slots;
-    if (change.dropped >= 0) p.in_top[first + change.dropped] = 0;
+    if (change.dropped >= 0) p.in_top[head.row(change.dropped)] = 0;
     if (change.target >= 0) {
-        p.score[first + change.target] = change.score;
-        p.position[first + change.target] = change.position;
-        p.in_top[first + change.target] = change.enters;
+        const long long at = head.row(change.target);
+        p.score[at] = change.score;
+        p.position[at] = change.position;
+        p.in_top[at] = change.enters;
     }
     const int before = p.lowest[head.pair];  // read again: a register less in the loop
     const int less_room = before + change.enters;
@@ -297,10 +312,19 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) deco
     extern __shared__ __align__(128) unsigned char shared_memory[];
     StepShared& shared = *reinterpret_cast<StepShared*>(shared_memory);
     float* weights = reinterpret_cast<float*>(shared_memory + sizeof(StepShared));  // (ROWS, max(num_splits, WARPS))
-    const int num_splits = CLUSTER > 1 ? CLUSTER : p.num_splits, sets = CLUSTER > 1 ? 1 : p.sets, blocks = num_splits * sets;
-    const int split = blockIdx.x % num_splits, set = blockIdx.x / num_splits % sets;
+    const int sets = CLUSTER > 1 ? 1 : p.sets;
+#if RAGGED
+    const int set = blockIdx.x / p.num_splits, of_all = blockIdx.x % p.num_splits;
+    const Segment segment = p.segments[of_all];
+    const int num_splits = (segment.slots + p.split_size - 1) / p.split_size, blocks = num_splits * sets;
+    const int split = of_all - segment.first_split;
+#else
+    const int num_splits = CLUSTER > 1 ? CLUSTER : p.num_splits, blocks = num_splits * sets;
+    const int split = blockIdx.x % num_splits, set = blockIdx.x / num_splits % sets, pair = blockIdx.x / blocks;
+    const Segment segment = {0, 0, pair, pair * num_splits};
+#endif
     const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
-    const Head head(p, blockIdx.x / blocks);
+    const Head head(p, segment);
     const int rows = ATTEND ? min(ROWS, p.group - set * ROWS) : 0;  // query heads of this block
     const int first_head = head.group * p.group + set * ROWS;
     if (p.counts != nullptr && p.counts[head.batch * p.count_words] <= p.token) {  // fewer than 2^31 tokens
@@ -312,7 +336,7 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) deco
 #endif
 
     // ---- this block's split of the slots ----
-    const int first = split * p.split_size + warp * STEP, end = min((split + 1) * p.split_size, p.slots);
+    const int first = split * p.split_size + warp * STEP, end = min((split + 1) * p.split_size, head.end());
     constexpr int STRIDE = WARPS * STEP;  // from a warp's step to its next
     const TokenRows token(head);
     Candidate candidate = NOTHING;
@@ -398,10 +422,10 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) deco
     SplitState* split_state = all.state[split];
     Candidate* split_candidate = &all.candidates[split];
 #else
-    const long long own_split = (head.pair * sets + set) * num_splits + split;
+    const long long own_split = blockIdx.x;
     float* split_o = p.partial + own_split * (ROWS * VALUE_DIM);
     SplitState* split_state = p.partial_state + own_split * ROWS;
-    Candidate* split_candidate = p.candidates + head.pair * num_splits + split;
+    Candidate* split_candidate = p.candidates + segment.first_split + split;
 #endif
     if (blocks > 1) {
         if (set == 0 && warp == WARPS - 1) {
@@ -424,7 +448,7 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) deco
         if (threadIdx.x == 0) shared.last = take_ticket(p.tickets + head.pair, blocks - 1) == blocks - 1;
         __syncthreads();  // all know whether the other blocks' results are there
         if (!shared.last) return;
-        found = p.candidates + head.pair * num_splits;
+        found = p.candidates + segment.first_split;
 #endif
         candidates = num_splits;
     }
@@ -436,7 +460,7 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) deco
         best = merge_lanes(best);
         if (lane == 0) change_state(p, head, change, best);
     } else if (warp == WARPS - 2 && lane == 0) {
-        unsigned* heads = p.tickets + gridDim.x / blocks + head.batch;
+        unsigned* heads = p.tickets + (RAGGED ? p.pairs : gridDim.x / blocks) + head.batch;
         if (p.kv_heads == 1 || take_ticket(heads, p.kv_heads - 1) == p.kv_heads - 1)
             p.lengths[head.batch] = change.position + 1;
     }
@@ -456,7 +480,7 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) deco
         if (CLUSTER > 1 || blocks == 1) {
             combine<false>(o, states, CLUSTER > 1 ? CLUSTER : WARPS, weights, shared.split, rows_of_set, write_lse, write_out);
         } else {
-            const long long of_set = (head.pair * sets + s) * num_splits;
+            const long long of_set = RAGGED ? s * p.num_splits + segment.first_split : (head.pair * sets + s) * num_splits;
             combine<true>(p.partial + of_set * (ROWS * VALUE_DIM), p.partial_state + of_set * ROWS, num_splits, weights,
                           shared.split, rows_of_set, write_lse, write_out);
         }

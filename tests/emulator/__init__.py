@@ -132,7 +132,9 @@ def _announced(argument: Any, session: Session) -> Any:
             if isinstance(kept, Operand):
                 session.operand(kept, writable=True)
         changed = {name: session.operand(getattr(argument, name), writable=True) for name in (*ARRAYS, "tickets")}
-        return argument.having({**changed, "windows": argument.windows and session.operand(argument.windows)})
+        segments = argument.segments and replace(argument.segments, count=session.operand(argument.segments.count),
+                                                 start=session.operand(argument.segments.start))
+        return argument.having({**changed, "segments": segments})
     if isinstance(argument, ExtendCall):
         results = {name: x and session.operand(x, writable=True) for name, x in
                    (("out", argument.out), ("lse", argument.lse))}

@@ -100,7 +100,7 @@ def test_steps_in_clusters_and_with_tickets(case, clusters):
     if case.scores != "nan":
         case.check(out, lse, tf32=True)
     case.check_kept(cache)
-    if clusters:
+    if clusters and cache._state.segments is None:
         assert cache._state.workspace["decode step", case.heads]["num_splits"] == step.CLUSTER
 
 

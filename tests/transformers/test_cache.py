@@ -16,7 +16,7 @@ from cupy_dma.cache import DynamicCache  # noqa: E402
 from cupy_dma.cache.snapshot import ARRAYS  # noqa: E402
 from cupy_dma.transformers import DecodingStep, DynamicMaskCache  # noqa: E402
 from cupy_dma.transformers.cache import DynamicMaskLayer  # noqa: E402
-from cupy_dma.transformers.layers import DynamicMask  # noqa: E402
+from cupy_dma.transformers.layers import DynamicMask, GateMask  # noqa: E402
 from tests.transformers import small_models as small  # noqa: E402
 
 IDS = small.batch("plain", 3, 60)[0]["input_ids"]
@@ -184,6 +184,41 @@ def test_tokens_after_a_recording_end_it():
     append(layer, 2, generator)
     layer.crop(-2)
     assert layer.get_seq_length() == 17 and layer.store.length.tolist() == [17, 17]
+
+
+@pytest.mark.parametrize("how", [DynamicMask((9, 5), recent=1), GateMask(5, -1.0, 1, 1.0, capacity=(7, 2)),
+                                 GateMask(5, -1.0, 1, 1.0)], ids=["windows", "capacities", "no capacity"])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_layer_whose_heads_have_rows_of_their_own(how, recorded):
+    """It is cropped, and its rows repeated, reordered and selected, as if it had had the other tokens only."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, 90, heads, 8, generator=generator) for heads in (4, 2, 2))
+    scores = torch.randn(2, 2, 90, generator=generator)
+    scores[:, 1] -= 1
+
+    def append(layer, begin, end, rows=slice(None)):
+        part = slice(begin, end)
+        layer.update(key[rows, part].transpose(1, 2), value[rows, part].transpose(1, 2))
+        return layer.attend(query[rows, part], key[rows, part], value[rows, part], scores[rows, :, part], how, None, {})
+
+    layer, other = DynamicMaskLayer(), DynamicMaskLayer()
+    first = 40 if recorded else 2
+    append(layer, 0, first)
+    if recorded:
+        layer.activate_past_recording()
+    append(layer, first, first + 3)
+    layer.crop(-2)
+    append(other, 0, first + 1)
+    layer.record_past = False
+    begin, rows = first + 1, [0, 1]
+    for end, change, argument in ((60, "batch_repeat_interleave", 2), (61, "reorder_cache", torch.tensor([3, 0, 1, 0])),
+                                  (80, "batch_select_indices", torch.tensor([1, 2])), (90, "reset", None)):
+        torch.testing.assert_close(append(layer, begin, end, rows), append(other, begin, end, rows))
+        for each in (layer, other):
+            getattr(each, change)(*([] if argument is None else [argument]))
+        rows = [0, 0, 1, 1] if end == 60 else rows if argument is None else [rows[i] for i in argument]
+        begin = end
+    assert layer.store._state.segments is not None and layer.store.length.tolist() == [0, 0]
 
 
 def test_padding_of_an_earlier_call_forbids_a_crop():

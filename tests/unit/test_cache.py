@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import cupy_dma as dma
+from cupy_dma.cache.segments import rectangular
 from cupy_dma.cache.state import CacheState
 from cupy_dma.masks.windows import each_head
 from tests.oracle import reference
@@ -96,12 +97,14 @@ def test_every_split_equals_one_shot(scores, sinks, recent):
 
 def check_invariants(state, position):
     """The invariants of ``lowest`` and ``free`` at the next position, as documented in cupy_dma/cache/state.py."""
+    state = rectangular(state)
     where, top, scores = (operand.array for operand in (state.positions, state.in_top, state.scores))
     windows = np.array(each_head(state.window, state.kv_heads))
     assert (top.sum(-1) == np.minimum(windows, position)).all() and not top[where < 0].any()
     for b, g in np.ndindex(state.batch, state.kv_heads):
         used = (top[b, g] != 0) | ((where[b, g] >= 0) & (where[b, g] < state.sinks))
         used |= (where[b, g] >= 0) & (where[b, g] > position - state.recent)
+        used |= np.arange(len(used)) >= windows[g] + state.sinks + state.recent  # another head's rows
         free, lowest = state.free.array[b, g], state.lowest.array[b, g]
         assert (free == -1 and used.all()) or not used[free]
         ranks = [(scores[b, g, r], where[b, g, r], r) for r in np.flatnonzero(top[b, g])]
@@ -224,9 +227,10 @@ def test_the_kept_set_does_not_drift(sinks, recent):
 
 # ---- whole sequences ----
 @pytest.mark.feature("cuda numpy forward", "DynamicCache", "reorder")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_reorder_select_clone_save_in_the_middle(dtype, convert):
-    history = History(batch=3, length=30, sinks=1, recent=2, dtype=dtype)
+@pytest.mark.parametrize(("dtype", "window"), [("float32", 7), ("bfloat16", 7), ("float32", (9, 3)),
+                                               ("bfloat16", (2, 7))])
+def test_reorder_select_clone_save_in_the_middle(dtype, window, convert):
+    history = History(batch=3, length=30, sinks=1, recent=2, dtype=dtype, window=window)
     order = [2, 0, 2]
     x = history.data
     moved = replace(history)
@@ -260,7 +264,7 @@ def test_reorder_select_clone_save_in_the_middle(dtype, convert):
     cache.load_state_dict(saved)
     cache.reorder(order)
     goes_on(cache, moved)
-    cache.load_state_dict({name: convert.back(y) if name not in ("window", "sinks", "recent") else y
+    cache.load_state_dict({name: convert.back(y) if name not in ("window", "sinks", "recent", "rows") else y
                            for name, y in saved.items()})  # possibly of another library
     goes_on(cache)
     cache.reset()

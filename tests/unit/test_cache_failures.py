@@ -1,5 +1,6 @@
 """A call that runs out of memory, at whichever allocation, leaves a cache unchanged, and succeeds when called again."""
 import itertools
+import sys
 from contextlib import contextmanager
 
 import numpy as np
@@ -10,7 +11,7 @@ from cupy_dma.backends.numpy import dynamic_cache
 from cupy_dma.cache.snapshot import ARRAYS
 from tests.oracle.cache_cases import History, packed
 
-HISTORY = History(length=60, window=6, sinks=1, recent=2)
+HISTORY, OF_HEADS = (History(length=60, window=window, sinks=1, recent=2) for window in (6, (6, 3)))
 BEGIN = 30  # tokens that the cache holds
 
 
@@ -40,7 +41,7 @@ CALLS = {
     "packed tokens": in_packed_rows,
     "reorder": lambda cache, move: cache.reorder(move(np.array([1, 1]))),
     "load_state_dict": lambda cache, move, saved={}: cache.load_state_dict(
-        saved.get(move) or saved.setdefault(move, another_state(move))),
+        saved.get((move, HISTORY.window)) or saved.setdefault((move, HISTORY.window), another_state(move))),
     "reset": lambda cache, move: cache.reset(),
     "select_batch": lambda cache, move: cache.select_batch([1]).length,
     "clone": lambda cache, move: cache.clone().length,
@@ -113,8 +114,10 @@ def results(found):
 
 
 @pytest.mark.parametrize("allocations", [torch_allocations, numpy_allocations])
+@pytest.mark.parametrize("history", [HISTORY, OF_HEADS], ids=str)
 @pytest.mark.parametrize("name", CALLS)
-def test_a_failed_allocation_changes_nothing(name, allocations):
+def test_a_failed_allocation_changes_nothing(name, history, allocations, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "HISTORY", history)
     failing, move = allocations()
     call, cache = CALLS[name], HISTORY.cache(move)
     cache.extend(*HISTORY.tokens(0, BEGIN, move))
@@ -132,10 +135,11 @@ def test_a_failed_allocation_changes_nothing(name, allocations):
     assert same_state(cache, twin)
 
 
+@pytest.mark.parametrize("window", [6, (6, 9)])
 @pytest.mark.parametrize("recent", [0, 2])
-def test_a_step_whose_attention_fails_changes_nothing(recent, monkeypatch):
+def test_a_step_whose_attention_fails_changes_nothing(recent, window, monkeypatch):
     """The numpy backend writes a token's rows before it attends to them; here they replace rows that were visible."""
-    history = History(length=30, window=6, recent=recent, scores="increasing")
+    history = History(length=30, window=window, recent=recent, scores="increasing")
     cache = history.cache()
     history.run(cache, [20])
     before = cache.clone()

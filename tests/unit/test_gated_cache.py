@@ -6,6 +6,7 @@ import pickle
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -129,6 +130,12 @@ def test_any_appends_batches_and_bounds(data):
     if case.add_gates and np.isnan(case.values[0]):
         case = replace(case, add_gates=False)  # a NaN is seen in what it is added to
     text = {name: array[:1] for name, array in case.data.items()}  # of each sequence: which tokens it has had
+    rows = draw(st.sampled_from([(64, 32, 16), (2, 1, 1)]))  # or growth at nearly every token, each head's at another
+    with mock.patch.multiple(gated_cache, **dict(zip(("ROWS", "SPARE", "MULTIPLE"), rows))):
+        check_any_appends(draw, case, text)
+
+
+def check_any_appends(draw, case, text):
     cache, seen = case.cache(), [[] for _ in range(case.batch)]
     outs: list[list[Any]] = [[] for _ in seen]
     for _ in range(draw(st.integers(1, 6))):
@@ -192,21 +199,32 @@ def test_any_appends_batches_and_bounds(data):
 
 
 def test_rows_follow_the_open_gates():
-    """Without a capacity: twice what is needed at most. With one: what was asked for."""
-    case = Gates(length=400, batch=1, heads=2, head_dim=4)
+    """Without a capacity: a quarter more than is needed at most, or 64 rows, for each head by itself. With one: what it
+    asked for."""
+    case = Gates(length=400, batch=2, heads=2, head_dim=4)
+    case.data["scores"][:, 1, 40:] = -3
+    case.data["scores"][1, 0, 3::2] = -2
     cache = case.cache()
     assert cache.capacity is None and (cache.delay, cache.sinks, cache.threshold) == (4, 1, THRESHOLD)
-    assert cache._state.rows == 16 + 4 + 1
+    assert cache._state.segments.sizes == (64 + 4 + 1,) * 4
+    empty = cache.memory_bytes - 69 * 4 * 45
     case.run(cache, [100, *[1] * 300])
-    most = (case.data["scores"] >= THRESHOLD).sum(-1).max()
-    assert most <= cache._state.window <= 2 * most + 16 and most < 0.6 * 400
+    rooms = np.array(cache._state.segments.sizes) - 5
+    counts = (case.data["scores"] >= THRESHOLD).sum(-1).ravel()
+    assert (counts <= rooms).all() and (rooms <= counts + np.maximum(64, counts // 4) + 16).all()
+    assert rooms[1] == rooms[3] == 64 < rooms[2] < rooms[0] == cache._state.window
+    assert cache.memory_bytes - cache._record.memory_bytes == empty + sum(cache._state.segments.sizes) * 45
     case.check_kept(cache)
+    swapped = cache.select_batch([1, 0, 1])
+    assert swapped._state.segments.sizes == tuple((rooms.reshape(2, 2) + 5)[[1, 0, 1]].ravel())
     bounded = replace(case, capacity=7).cache()
     assert bounded.capacity == 7
     memory = bounded.memory_bytes
     replace(case, capacity=7).run(bounded, [100, *[1] * 50])
     assert bounded._state.rows == 7 + 4 + 1
     assert bounded.memory_bytes - memory == bounded._record.memory_bytes
+    each = replace(case, capacity=(7, 30)).cache()
+    assert each._state.segments.sizes == (12, 35) * 2
     other = case.cache()
     other._copy_from(cache)
     case.check_kept(other)
@@ -219,7 +237,7 @@ def test_the_host_reads_sizes_when_it_must(monkeypatch):
     monkeypatch.setattr(gated_cache, "_open", lambda *call: reads.append(1) or found(*call))
     case = Gates(length=200, values=(0.0,), options={})
     case.run(case.cache(), [1] * 200)
-    assert len(reads) == 5  # at first, and when 16, 32, 64 and 128 rows are used up
+    assert len(reads) == 3  # at first, and when rows for 64 and 128 are used up
     reads.clear()
     case = replace(case, capacity=9)
     case.run(case.cache(), [1] * 20)

@@ -180,7 +180,7 @@ def decoding() -> list[jit.Config]:
         common = (element, size, size, vector, rows, split.WARPS, size == 33,
                   split.min_blocks(size, size, dtype, rows))
         found += [step.StepConfig(*common, attend, 1) for attend in (True, False)]
-        found += [step.StepConfig(*common, True, 1, delay=True)]
+        found += [step.StepConfig(*common, True, 1, *rest) for rest in ((True, False), (False, True), (True, True))]
         found += [flash_decode.FlashDecodeConfig(*common, *rest) for rest in (
             (True, rows > 2, False, True), (False, True, rows == 4, True), (False, False, rows == 3, False))]
     return found

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 import cupy_dma as dma
 from cupy_dma.cache import DynamicCache
+from cupy_dma.cache.segments import PER_ROW, rectangular
 from cupy_dma.masks.windows import window_of
 
 M = dma.IntervalMask
@@ -130,6 +131,9 @@ def test_caches():
     query, key, value, scores, _ = draw(np.float32)
     cache = DynamicCache(B, HKV, list(WINDOWS), D, like=key)
     assert cache.window == WINDOWS and cache.positions.shape == (B, HKV, max(WINDOWS))
+    row, pair = 2 * 4 * D + 4 + 8 + 1, 3 * 4 + 4 + 8  # bytes: of a row, and of a sequence's head; then of lengths
+    assert cache.memory_bytes == B * (sum(WINDOWS) * row + HKV * pair + 8)
+    assert DynamicCache(B, HKV, 17, D, like=key).memory_bytes == B * (HKV * 17 * row + HKV * 3 * 4 + 8)
     assert DynamicCache(1, HKV, [3, 3], D).window == 3
     cache.extend(query, key, value, scores)
     again = pickle.loads(pickle.dumps(cache))
@@ -143,5 +147,27 @@ def test_caches():
     again.load_state_dict({**saved, "window": list(WINDOWS)})  # as JSON has it
     with pytest.raises(ValueError, match=r"saved must be of a cache with window=\(3, 17\), got \(17, 3\)"):
         cache.load_state_dict({**saved, "window": (17, 3)})
+    with pytest.raises(ValueError, match=r"saved must be of a cache with as many rows .*got .*9"):
+        cache.load_state_dict({**saved, "rows": [[3, 9], [3, 17]]})
     with pytest.raises(ValueError, match="window must be an int, or one int for each of 2 kv heads, got 3 of them"):
         DynamicCache(1, HKV, (1, 2, 3), D)
+
+
+def test_states_with_the_rows_of_the_widest_head():
+    """As version 0.1.0 saved them: any slots, also some that a narrow head lacks now, and keys that are not needed."""
+    query, key, value, scores, _ = draw(np.float32)
+    cache, expected = (DynamicCache(B, HKV, list(WINDOWS), D, like=key, sinks=1, recent=2) for _ in range(2))
+    expected.extend(query[:, :30], key[:, :30], value[:, :30], scores[:, :, :30])
+    wide = rectangular(expected._state)
+    saved = {name: np.roll(getattr(wide, name).array, 7, 2) for name in PER_ROW}
+    stale = (saved["positions"] < 0) & (np.arange(20) % 3 == 0)  # a key that has long left the top, and is still there
+    saved["positions"][stale], saved["scores"][stale] = 5, -np.inf
+    saved |= {name: x for name, x in expected.state_dict().items() if name not in (*PER_ROW, "rows")}
+    cache.load_state_dict(saved)
+    for tokens in (slice(30, 31), slice(31, 38), slice(38, 39), slice(39, 40)):
+        outs = [each.extend(query[:, tokens], key[:, tokens], value[:, tokens], scores[:, :, tokens])
+                for each in (cache, expected)]
+        np.testing.assert_allclose(*outs, rtol=0, atol=1e-6)
+    assert all(map(np.array_equal, cache.kept(), expected.kept()))
+    with pytest.raises(ValueError, match=r"saved\['key'\] must have shape of this cache = \(2, 2, 20, 8\), got"):
+        cache.load_state_dict({**saved, "key": saved["key"][:, :, 1:]})

@@ -7,6 +7,7 @@ from cupy_dma import checks
 from cupy_dma.backends.numpy.selection import prefix_stop
 from cupy_dma.backends.numpy.varlen import attention
 from cupy_dma.cache.chunked_prefill import delivered, extend_chunk
+from cupy_dma.cache.segments import PER_ROW, rectangular
 from cupy_dma.cache.slots import index, needed, refreshed, rows
 from cupy_dma.cache.snapshot import OCCUPIED, copied, copy_rows
 from cupy_dma.cache.state import CacheState, ExtendCall
@@ -14,6 +15,7 @@ from cupy_dma.calls.head_dims import widened
 from cupy_dma.calls.types import AttentionCall, key_bias
 
 COUNTED = ("scores", "positions", "in_top", "lengths")  # the small arrays of a state
+NAMES = (*COUNTED, "lowest", "lowest_score", "free")
 
 
 def cache_extend(state: CacheState, call: ExtendCall) -> tuple[Any, Any]:
@@ -34,7 +36,7 @@ def _step(state: CacheState, call: ExtendCall) -> tuple[Any, Any]:
     has_room = lowest < 0
     evicted = library.astype(xp.where(has_room, 0, lowest), "int64")
     real = library.full((state.batch,), True, "bool", state.device) if call.lengths is None else call.lengths.array > 0
-    enters = real[:, None] & (has_room | xp.isnan(score) | (score >= state.scores.array[batch, head, evicted]))
+    enters = real[:, None] & (has_room | xp.isnan(score) | (score >= held.scores.array[batch, head, evicted]))
     enters = enters & ~(score < state.threshold)
     stored = real[:, None] & (enters | (position < state.sinks)[:, None] | (state.recent > 0))
 
@@ -46,7 +48,7 @@ def _step(state: CacheState, call: ExtendCall) -> tuple[Any, Any]:
     after.lengths.array[...] = position + library.astype(real, "int64")
     seen, after = needed(after, position) & real[:, None, None], refreshed(after)
 
-    targets = rows(state, state.key), rows(state, state.value)
+    targets = rows(state, held.key), rows(state, held.value)
     before = [target[batch, head, slot] for target in targets]
     fresh = [xp.where(stored[..., None], rows(state, new)[:, 0], old)
              for new, old in zip((call.key, call.value), before)]
@@ -60,7 +62,13 @@ def _step(state: CacheState, call: ExtendCall) -> tuple[Any, Any]:
         for target, row in zip(targets, before):
             target[batch, head, slot] = row
         raise
-    copy_rows(after, held, names=(*COUNTED, "lowest", "lowest_score", "free"))
+    if state.segments is None:
+        copy_rows(after, held, names=NAMES)
+    else:  # what is held are copies
+        place = state.segments.start.array + slot
+        copy_rows(after, state, names=NAMES)
+        for operand, row in zip((state.key, state.value), fresh):
+            rows(state, operand)[place] = row
     state.workspace[OCCUPIED] = min(slots - 1, state.rows)
     return found
 
@@ -69,17 +77,21 @@ def _occupied(state: CacheState) -> int:
     """Upper bound on the occupied slots of any head, which are the first ones; found once and then counted."""
     if OCCUPIED not in state.workspace:
         library = state.library
-        used = library.to_numpy((state.positions.array >= 0).any(0)).any(0)  # (R,)
+        held = rectangular(state, ("positions",)).positions.array
+        used = library.to_numpy((held >= 0).any(0)).any(0)  # (R,)
         state.workspace[OCCUPIED] = int(used.nonzero()[0].max(initial=-1)) + 1
     return state.workspace[OCCUPIED]
 
 
 def _first_slots(state: CacheState, n: int) -> CacheState:
-    """Views of the first ``n`` slots: the cost of a step depends on the number of kept keys, not on the window."""
+    """The first ``n`` slots, views of them without segments: the cost of a step depends on the number of kept keys, not
+    on the window."""
+    if state.segments is not None:
+        return rectangular(state, slots=min(n, state.rows))
     if n >= state.rows:
         return state
     return state.having({name: state.library.operand(getattr(state, name).array[:, :, :n], name)
-                         for name in ("key", "value", "scores", "positions", "in_top")})
+                         for name in PER_ROW})
 
 
 def _attend(held: CacheState, after: CacheState, call: ExtendCall, seen: Any, position: Any) -> tuple[Any, Any]:

@@ -429,6 +429,7 @@ OWN: dict[str, Callable[[], None]] = {
     "decoding[several splits]": decoding(window=100, recent=2, length=104, heads=2, kv_heads=1),
     "decoding[sinks and recent]": decoding(sinks=2, recent=3),
     "decoding[gates]": decoding(Gates(dtype="float16", head_dim=16, length=24, batch=1, capacity=3)),
+    "decoding[ragged]": decoding(window=(66, 3), length=72, batch=2, heads=24, kv_heads=2, head_dim=8),
     "decoding[windows]": decoding(window=(9, 4)), "decoding[delay]": decoding(bias_delay=4, scores="hidden"),
     "last_queries[1]": last_queries(1),
     "last_queries[4]": last_queries(4),

@@ -2,6 +2,7 @@
 import numpy as np
 import pytest
 
+from cupy_dma.cache import gated_cache
 from tests.oracle.cache_cases import History, packed
 from tests.unit.test_gated_cache import Gates
 
@@ -21,13 +22,17 @@ def test_chunks(history):
 
 @pytest.mark.feature("cuda forward", "GatedCache", "extend, stops, replayed")
 @pytest.mark.parametrize("lengths", [[1] * 24, [11, 1, 12]], ids=["steps", "pieces"])
-@pytest.mark.parametrize("options", [{"capacity": (3, 5)}, {"add_gates": False}], ids=str)
-def test_gates(options, lengths):
-    case = Gates(dtype="float16", head_dim=16, batch=1, length=24, **options)
+@pytest.mark.parametrize("options", [{"capacity": (3, 5)}, {"add_gates": False}, {"batch": 2, "seed": 1}], ids=str)
+def test_gates(options, lengths, monkeypatch):
+    """Without a capacity, rows grow at nearly every token, those of each sequence and head at others."""
+    for name, value in (("ROWS", 2), ("SPARE", 1), ("MULTIPLE", 1)):
+        monkeypatch.setattr(gated_cache, name, value)
+    case = Gates(**{"dtype": "float16", "head_dim": 16, "batch": 1, "length": 24, **options})
     cache = case.cache(backend="emulator")
     case.check(*case.run(cache, lengths))
     case.check_kept(cache)
     case.check_replay(cache)
+    assert "capacity" in options or len({*cache._state.segments.sizes}) > 1
 
 
 def test_a_long_chunk_sees_more_sinks_and_recent_keys_than_best_ones():

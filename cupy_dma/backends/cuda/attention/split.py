@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from cupy_dma.backends.cuda.runtime import jit
 from cupy_dma.backends.cuda.runtime.configs import ELEMENT_BYTES, ELEMENTS, blocks
 
@@ -47,6 +49,19 @@ def choose_splits(tiles: int, slots: int, resident: int) -> tuple[int, int]:
             best = cost, num_splits, split_size
     assert best is not None
     return best[1:]
+
+
+def choose_split_size(sizes: tuple[int, ...], sets: int, resident: int) -> int:
+    """Slots per split, for tiles of unequal numbers of slots, ``sets`` of each of these ``sizes``, by the same rule.
+    Those with more slots get more splits."""
+    slots = np.array(sizes)
+    steps = blocks(int(slots.max()), WARPS * STEP)
+    first = blocks(steps, MAX_SPLITS)
+    size = WARPS * STEP * np.unique(np.geomspace(first, steps, num=100).round().astype(int))
+    # At most 100 candidates.
+    waves = -(-sets * (-(-slots // size[:, None])).sum(1) // resident)
+    cost = waves * (BLOCK_STEPS + size // (WARPS * STEP))
+    return int(size[::-1][cost[::-1].argmin()])
 
 
 def rows_of_group(group: int, head_dim: int, value_dim: int, dtype: str) -> tuple[int, int]:

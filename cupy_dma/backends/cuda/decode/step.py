@@ -4,7 +4,8 @@ The slots of a (sequence, kv head) are split among blocks; the last block to fin
 the state (``kernels/decode/step.cu``). Blocks exchange results through arrays that are made at the first step and kept
 with the state, so that later steps allocate nothing and a CUDA graph of a step can be replayed. These arrays need no
 initial values, except the tickets, which are made with the state. On Hopper the blocks of a step with few heads form
-clusters and exchange results in shared memory.
+clusters and exchange results in shared memory, unless numbers of slots differ: then heads have as many blocks as their
+slots fill, and an array says to which head a block belongs.
 """
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ from cupy_dma.backends.cuda.attention.split import (
     STEP,
     WARPS,
     SplitConfig,
+    choose_split_size,
     choose_splits,
     min_blocks,
     rows_of_group,
@@ -40,6 +42,7 @@ class StepConfig(SplitConfig):
     attend: bool
     cluster: int  # blocks of a cluster, 1 = none
     delay: bool = False  # whether the bias is delayed
+    ragged: bool = False  # whether numbers of slots differ
 
     def shared_bytes(self, num_splits: int) -> int:
         """``struct StepShared`` and the weights."""
@@ -55,7 +58,7 @@ class SplitPlan:
 
     rows: int  # query heads of a block, all of one GQA group
     sets: int  # of query heads
-    num_splits: int
+    num_splits: int  # of the tile with the most slots
     split_size: int  # slots of a split
     grid: int
     warps: int  # of a block
@@ -83,13 +86,18 @@ def step(runtime: Runtime, state: CacheState, call: ExtendCall) -> tuple[Any, An
             lse = library.empty((batch, heads, length), "float32", device)
     if batch == 0:
         return out, lse
-    plan = split(state.key.shape, state.value_dim, heads // state.kv_heads, state.key.dtype,
-                 runtime.num_sms(index), runtime.hopper(index))
+    group = heads // state.kv_heads
+    if state.segments is None:
+        plan = split(state.key.shape, state.value_dim, group, state.key.dtype, runtime.num_sms(index),
+                     runtime.hopper(index))
+    else:
+        plan = _split_segments(state, group, runtime.num_sms(index))
     operands = (call.key, call.value) if query is None else (query, call.key, call.value)
     kernel = _kernel(runtime, index, plan.num_splits, ELEMENTS[state.key.dtype], state.head_dim, state.value_dim,
                      rows_aligned(*operands), plan.rows, plan.warps, call.softcap > 0.0,
                      min_blocks(state.head_dim, state.value_dim, state.key.dtype, plan.rows, plan.cluster),
-                     query is not None, plan.cluster, call.bias_delay > 0 or not call.is_biased)
+                     query is not None, plan.cluster, call.bias_delay > 0 or not call.is_biased,
+                     state.segments is not None)
     fixed, scratch = _fixed(state, plan, heads)
     fields = {**fixed, **_moving(call)}
     if out is not None:
@@ -120,6 +128,20 @@ def split(shape: tuple[int, int, int, int], value_dim: int, group: int, dtype: s
                      warps=WARPS, cluster=1)
 
 
+def _split_segments(state: CacheState, group: int, num_sms: int) -> SplitPlan:
+    """The same for a state with segments, with which it is kept."""
+    found = state.workspace.get(("split", group))
+    if found is None:
+        assert state.segments is not None
+        rows, sets = rows_of_group(group, state.head_dim, state.value_dim, state.key.dtype)
+        sizes, fitting = state.segments.sizes, min_blocks(state.head_dim, state.value_dim, state.key.dtype, rows)
+        size = choose_split_size(sizes, sets, num_sms * fitting)
+        found = SplitPlan(rows=rows, sets=sets, num_splits=blocks(max(sizes), size), split_size=size,
+                          grid=sets * sum(blocks(each, size) for each in sizes), warps=WARPS, cluster=1)
+        state.workspace["split", group] = found
+    return found
+
+
 def clusters_pay(tiles: int, slots: int, num_splits: int, split_size: int, num_sms: int) -> bool:
     """Whether a cluster for each of the ``tiles`` finishes before ``num_splits`` blocks with ``split_size`` slots each.
     A cluster must fit into one group of SMs, so clusters are not used for more than half of all SMs."""
@@ -137,9 +159,10 @@ def cluster_split_size(slots: int) -> int:
 @functools.cache  # keyed by fields, which hash faster than a configuration
 def _kernel(runtime: Runtime, index: int, num_splits: int, element: str, head_dim: int, value_dim: int, vector: bool,
             rows: int, warps: int, softcap: bool, min_blocks: int, attend: bool, cluster: int,
-            delay: bool) -> LoadedKernel:
+            delay: bool, ragged: bool) -> LoadedKernel:
     config = StepConfig(element=element, head_dim=head_dim, value_dim=value_dim, vector=vector, rows=rows, warps=warps,
-                        softcap=softcap, min_blocks=min_blocks, attend=attend, cluster=cluster, delay=delay)
+                        softcap=softcap, min_blocks=min_blocks, attend=attend, cluster=cluster, delay=delay,
+                        ragged=ragged)
     return runtime.load(config, "decode_step", index, config.shared_bytes(num_splits))
 
 
@@ -151,11 +174,15 @@ def _fixed(state: CacheState, plan: SplitPlan, heads: int) -> tuple[dict[str, An
     name, arrays = ("decode step", heads), {}
     found = state.workspace.get(name)
     if found is None:
-        pairs = state.batch * state.kv_heads
+        pairs, splits = state.batch * state.kv_heads, plan.grid // plan.sets  # of all pairs
         tiles = plan.grid if plan.grid > pairs and plan.cluster == 1 else 0  # a single split needs none
         sizes = {"partial": tiles * plan.rows * state.value_dim if heads else 0,
-                 "partial_state": 2 * tiles * plan.rows, "candidates": CANDIDATE_WORDS * pairs * plan.num_splits}
+                 "partial_state": 2 * tiles * plan.rows, "candidates": CANDIDATE_WORDS * splits}
         arrays = {key: _made(state, f"{name} {key}", size) for key, size in sizes.items()}
+        segments = {}
+        if state.segments is not None:
+            arrays["segments"] = _segments(state, plan, name)
+            segments = {"num_splits": splits, "pairs": pairs}
         found = {key: array.pointer for key, array in arrays.items()} | {
             "tickets": state.tickets.pointer,
             "key": state.key.pointer, "value": state.value.pointer, "score": state.scores.pointer,
@@ -163,10 +190,25 @@ def _fixed(state: CacheState, plan: SplitPlan, heads: int) -> tuple[dict[str, An
             "lowest": state.lowest.pointer, "lowest_score": state.lowest_score.pointer, "free": state.free.pointer,
             "kv_heads": state.kv_heads, "group": heads // state.kv_heads, "sets": plan.sets,
             "num_splits": plan.num_splits, "split_size": plan.split_size, "slots": state.rows,
-            "sinks": state.sinks, "recent": state.recent, "threshold": state.threshold}
+            "sinks": state.sinks, "recent": state.recent, "threshold": state.threshold} | segments
         if not state.library.is_capturing(state.device):
             state.workspace.update({array.name: array for array in arrays.values()} | {name: found})
     return found, list(arrays.values())
+
+
+def _segments(state: CacheState, plan: SplitPlan, name: Any) -> Operand:
+    """For each split of all, ``struct Segment`` of what it belongs to: int32 ``(splits, 4)``, made on the device."""
+    library, device, splits = state.library, state.device, plan.grid // plan.sets
+    assert state.segments is not None
+    with library.on(device):
+        found = library.full((splits, 4), 0, "int32", device)
+        start, slots = (x.array.reshape(-1) for x in (state.segments.start, state.segments.count))
+        each = (slots + (plan.split_size - 1)) // plan.split_size
+        end = library.cumsum(each)
+        pair = library.astype(library.search_right(end, library.arange(0, splits, device)), "int64")
+        for column, values in enumerate((start[pair], slots[pair], pair, (end - each)[pair])):
+            found[:, column] = values
+    return library.describe(found, f"{name} segments")
 
 
 def _made(state: CacheState, name: str, size: int) -> Operand:
