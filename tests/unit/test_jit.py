@@ -444,7 +444,7 @@ def test_an_array_in_the_params_struct():
     ("common/params.cuh", "AttentionParams"), ("select/prefix_top_w.cu", "SelectParams"),
     ("sm90/split_kv.cuh", "Splits"), ("sm90/combine.cu", "CombineParams"), ("lists/intervals.cu", "ListParams"),
     ("lists/lifetimes.cu", "LifetimeParams"),
-    ("common/sums.cu", "SumParams"), ("common/sums.cu", "PartParams"),
+    ("common/sums.cu", "SumParams"), ("common/sums.cu", "SplitParams"),
     ("select/key_scores.cu", "ScoreParams"), ("select/key_scores_backward.cu", "ScoreBackwardParams"),
     ("lists/varlen.cu", "SequenceParams"), ("decode/step.cu", "StepParams"),
     ("decode/flash_decode.cu", "FlashDecodeParams"), ("select/last_queries_top_w.cu", "LastQueriesParams"),
