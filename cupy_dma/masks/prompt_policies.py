@@ -109,6 +109,11 @@ def expected_attention(query: Array, key: Array, value: Array | None, budget: in
     ------
     TypeError, ValueError
         An argument has the wrong type, shape or value.
+
+    >>> query, key, value = np.random.default_rng(0).standard_normal((3, 1, 40, 1, 8))
+    >>> stop = dma.policies.expected_attention(query, key, value, 12, prompt=30)
+    >>> int((stop == 30).sum())
+    18
     """
     q, k = queries_and_keys(query, key)
     sinks, epsilon = checks.whole(sinks, "sinks", 0), checks.real(epsilon, "epsilon", 0.0)
@@ -215,6 +220,12 @@ def from_press(press: Any, key: Array, value: Array, budget: int, prompt: int, *
     -----
     ``IntervalMask.from_stop`` makes the mask. A ``GatedCache`` that gets ``log_gate`` 0 for keys that stay and -inf for
     others, and 0 for all later tokens, stores the same keys.
+
+    >>> key, value = np.random.default_rng(0).standard_normal((2, 1, 6, 1, 8))
+    >>> def small_keys(module, hidden_states, keys, values, attentions, kwargs):
+    ...     return -(keys ** 2).sum(-1)
+    >>> dma.policies.from_press(small_keys, key, value, 2, prompt=4)[0, 0] == 4
+    array([False,  True,  True, False, False, False])
     """
     k = _keys(key)
     v = _value(value, k)

@@ -34,7 +34,11 @@ def convert(model: PreTrainedModel, window: Budget | None = None, *, policy: str
             form: str | None = None, scores: str | None = None, delay: int | None = None,
             threshold: float | None = None, hidden: int | None = None, temperature: float | None = None,
             capacity: Budget | None = None, trainable: str | None = None) -> PreTrainedModel:
-    """Give a model dynamic masks, in place.
+    """Give a model dynamic masks, in place::
+
+        convert(model, window=2048, sinks=4, recent=256, scores="input")
+        convert(model, window=[4096, 512, 512, 4096], recent=256)       # four layers
+        convert(model, policy="gate", delay=256, capacity=2048)
 
     Parameters
     ----------

@@ -26,6 +26,9 @@ def public() -> Iterator[tuple[str, object]]:
             if not name.startswith("_") and isinstance(member, (classmethod, property)) or inspect.isfunction(member):
                 if not name.startswith("_"):
                     yield f"{kind.__name__}.{name}", getattr(kind, name)
+    for name in dma.policies.__all__:
+        if inspect.isfunction(getattr(dma.policies, name)):
+            yield f"policies.{name}", getattr(dma.policies, name)
     for name in dir(dma.backward):
         if name.endswith("_backward") and getattr(dma.backward, name).__module__ == "cupy_dma.backward":
             yield f"backward.{name}", getattr(dma.backward, name)
