@@ -7,9 +7,10 @@ w = 1024. ``model``: batch 1, 8, 32, 128; 16 and 32 heads over 8, D 128; histori
 
 Ours. step: ``DynamicCache.extend`` by one token after the history, whose score is above all others, so that each step
 displaces a kept key (or fills a cache that is not yet full). replay and eager: wall time of one step and the wait for
-it, as a CUDA graph of that step alone and as a call; "queued_ms": among many that are queued. stateless:
-``dynamic_mask_attention`` from the scores on. prepared: ``attention`` with the interval mask given. kept_bytes: keys
-and values of the kept rows; cache_bytes: all arrays of a cache, or keys and values of the whole history.
+it, as a CUDA graph of that step alone and as a call; "queued_ms": among many that are queued. step unequal: as many
+rows, half of the kv heads with an eighth of w and half with the rest, as learned gates and budgets make them.
+stateless: ``dynamic_mask_attention`` from the scores on. prepared: ``attention`` with the interval mask given.
+kept_bytes: keys and values of the kept rows; cache_bytes: all arrays of a cache, or keys and values of the history.
 
 Peers. cudnn, flash: scaled_dot_product_attention over all keys. masked: with an additive mask of the topk scores, as
 the original package's models call it; masked+build: with the time to build it. flex: compiled FlexAttention with the
@@ -40,6 +41,7 @@ from benchmarks.harness.check import TokenCheck, best_keys, sampled_batch
 from benchmarks.harness.command import why_not
 from benchmarks.harness.pages import REPORTS
 from benchmarks.harness.suite import Case
+from cupy_dma.masks.windows import Window, each_head
 
 LAYERS = 20  # copies of a case's arrays, so that a graph of steps finds little of them in the L2 cache
 LAYER_BYTES = 4 * 2**30  # all copies together
@@ -56,7 +58,7 @@ class Benchmark(suite.Checked):
 
     def __init__(self, case: Case):
         super().__init__(case)
-        self.best: dict[tuple[int, int], Any] = {}
+        self.best: dict[tuple[int, Window], Any] = {}
 
     def prepare(self) -> None:
         self.scores = torch.rand(self.case.batch, self.case.kv_heads, self.case.key_length, device=self._device,
@@ -67,12 +69,13 @@ class Benchmark(suite.Checked):
         """Sequences that are checked."""
         return sampled_batch(self.case.batch, self.case.seed)
 
-    def best_keys(self, b: int, window: int) -> Any:
+    def best_keys(self, b: int, window: Window) -> Any:
         if (b, window) not in self.best:
-            self.best[b, window] = best_keys(self.scores[b], window)
+            each = each_head(window, self.case.kv_heads)
+            self.best[b, window] = [best_keys(self.scores[b, g:g + 1], size)[0] for g, size in enumerate(each)]
         return self.best[b, window]
 
-    def checked(self, out: Any, lse: Any, window: int | None, bias: bool = True) -> Any:
+    def checked(self, out: Any, lse: Any, window: Window | None, bias: bool = True) -> Any:
         """The check of a result ``(B, 1, H, D)`` and ``(B, H, 1)`` over the best ``window`` keys (None: all)."""
         check = TokenCheck()
         for b in self.sampled():
@@ -99,7 +102,7 @@ class Benchmark(suite.Checked):
         self.rows.append(row)
 
     # ---- the cache ----
-    def filled(self, window: int) -> Any:
+    def filled(self, window: Window) -> Any:
         """A cache that has seen all tokens but the last."""
         case, end = self.case, self.case.key_length - 1
         cache = dma.DynamicCache(case.batch, case.kv_heads, window, case.head_dim, dtype=self.key.dtype, like=self.key)
@@ -108,8 +111,10 @@ class Benchmark(suite.Checked):
             cache.update(self.key[:, piece], self.value[:, piece], self.scores[:, :, piece])
         return cache
 
-    def step(self, window: int) -> None:
+    def step(self, window: Window) -> None:
         """Check the cache's step for the last token, then time steps that displace a kept key each."""
+        each = each_head(window, self.case.kv_heads)
+        stage = f"step w{window}" if isinstance(window, int) else f"step unequal w{sum(each) // len(each)}"
         cache = self.filled(window)
         last = slice(self.case.key_length - 1, None)
         token = self.query, self.key[:, last], self.value[:, last], self.scores[:, :, last]
@@ -118,7 +123,7 @@ class Benchmark(suite.Checked):
         check = self.checked(*eager, window)
         for b in self.sampled():
             check.compare_kept(cache.positions[b], self.best_keys(b, window))
-        self.checks[f"step w{window}"] = check.result()
+        self.checks[stage] = check.result()
 
         cache.load_state_dict(before)
         out = torch.empty_like(self.query)
@@ -128,20 +133,20 @@ class Benchmark(suite.Checked):
         replay()
         found = self.checked(out, None, window).result()
         same = bool((out == eager[0]).all()) and bool((cache.length == self.case.key_length).all())
-        self.checks[f"step w{window}, {how}"] = {**found, "equals_eager": same, "ok": found["ok"] and same}
+        self.checks[f"{stage}, {how}"] = {**found, "equals_eager": same, "ok": found["ok"] and same}
 
         del replay
         fresh = (*token[:3], torch.full_like(token[3], ALWAYS_KEPT))
         caches = [cache, *(cache.clone() for _ in range(self.layers(cache.memory_bytes) - 1))]
         calls = [partial(one.extend, *fresh, out=torch.empty_like(out)) for one in caches]
-        kept = min(window, self.case.key_length)
+        kept = sum(min(size, self.case.key_length) for size in each)
         row_bytes = (self.key.shape[-1] + self.value.shape[-1]) * self.key.element_size()
-        self.record_calls("cupy_dma", f"step w{window}", calls, cache_bytes=cache.memory_bytes,
-                          kept_bytes=self.case.batch * self.case.kv_heads * kept * row_bytes)
+        self.record_calls("cupy_dma", stage, calls, cache_bytes=cache.memory_bytes,
+                          kept_bytes=self.case.batch * kept * row_bytes)
         single, how = measure.captured(calls[0])
-        self.host("cupy_dma", f"step w{window} replay", single, how)
+        self.host("cupy_dma", f"{stage} replay", single, how)
         if self.cold:
-            self.host("cupy_dma", f"step w{window} eager", calls[0], "eager")
+            self.host("cupy_dma", f"{stage} eager", calls[0], "eager")
 
     def result(self, cache: Any, token: Sequence[Any]) -> tuple[Any, Any]:
         """``out`` and ``lse`` of one step."""
@@ -196,8 +201,10 @@ class Serving(Benchmark):
     """Batches of long histories: the cache's step against attention over all keys."""
 
     def ours(self) -> None:
-        self.step(self.case.window // 2)
-        self.step(self.case.window)
+        window, half = self.case.window, self.case.kv_heads // 2
+        self.step(window // 2)
+        self.step(window)
+        self.step((window // 8,) * half + (2 * window - window // 8,) * half)
 
 
 class TooLarge(Serving):

@@ -116,10 +116,11 @@ def test_updates_in_clusters_and_with_tickets(length, clusters):
 
 
 @pytest.mark.usefixtures("uncollected")
-def test_a_graph_of_a_step_replays(torch, clusters):
+@pytest.mark.parametrize("window", [150, (150, 9, 60, 20)], ids=["window", "windows"])
+def test_a_graph_of_a_step_replays(torch, clusters, window):
     """One graph for every step, also while the cache fills; bits as without."""
     q, k, v, scores = draw(torch, 2, 400, 8, 4, 64)
-    cache = dma.DynamicCache(2, 4, 150, 64, like=q, recent=2)
+    cache = dma.DynamicCache(2, 4, window, 64, like=q, recent=2)
     q1, k1, v1, s1 = (x[:, :1].clone() for x in (q, k, v, scores.transpose(1, 2)))
     out = torch.empty_like(q1)
 

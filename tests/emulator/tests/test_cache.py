@@ -35,6 +35,43 @@ def test_gates(options, lengths, monkeypatch):
     assert "capacity" in options or len({*cache._state.segments.sizes}) > 1
 
 
+@pytest.mark.parametrize("capacity", [None, (2, 70)])
+@pytest.mark.parametrize("seed", range(2))
+def test_any_appends_and_batches(seed, capacity, monkeypatch):
+    """Against the numpy backend: steps, chunks, and sequences that are selected, reordered, copied and saved, each with
+    rows of its own."""
+    for name, value in (("ROWS", 2), ("SPARE", 1), ("MULTIPLE", 1)):
+        monkeypatch.setattr(gated_cache, name, value)
+    case = Gates(dtype="float16", head_dim=8, batch=3, length=120, seed=seed, capacity=capacity)
+    rng, begin = np.random.default_rng(seed), 0
+    caches = [case.cache(backend=name) for name in ("emulator", "numpy")]
+    for what in "chunk select step save step few reorder step pieces select step step".split():
+        if what in ("select", "reorder"):
+            rows = rng.integers(0, 3, 3).tolist()
+            if what == "select":
+                caches = [cache.select_batch(rows) for cache in caches]
+            else:
+                for cache in caches:
+                    cache.reorder(rows)
+            continue
+        if what == "save":
+            copies = [case.cache(backend=name) for name in ("emulator", "numpy")]
+            for copy, cache in zip(copies, caches):
+                copy.load_state_dict(cache.state_dict())
+            caches = copies
+            continue
+        n = {"step": 1, "few": 3}.get(what, 12)
+        lengths = rng.integers(0, n + 1, 3) if what in ("few", "pieces") else np.full(3, n)
+        found = [cache.extend(*case.tokens(begin, begin + n), lengths=lengths, return_lse=True) for cache in caches]
+        for ours, theirs in zip(*found):
+            np.testing.assert_allclose(ours.astype("f4"), theirs.astype("f4"), rtol=0, atol=4e-3)
+        for ours, theirs in zip((*caches[0].kept(), caches[0].length), (*caches[1].kept(), caches[1].length)):
+            assert np.array_equal(ours, theirs)
+        begin += n
+    assert np.array_equal(caches[0].stops(), caches[1].stops())
+    assert caches[0]._state.segments.sizes == caches[1]._state.segments.sizes
+
+
 def test_a_long_chunk_sees_more_sinks_and_recent_keys_than_best_ones():
     """The lists of its tiles have room for all of them."""
     history = History(length=330, window=6, sinks=40, recent=60, dtype="bfloat16", head_dim=16, batch=1)
