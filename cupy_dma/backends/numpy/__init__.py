@@ -17,6 +17,7 @@ to queries that see them (in a matrix product even a weight of 0 would propagate
     selection.py      prefix top-w
     tiles.py          query tiles, their keys and logits      (shared by forward and backward)
     forward.py        attention
+    small.py          attention of short sequences, several in one operation
     backward.py       its gradients
     varlen.py         both, sequence by sequence
     dynamic_cache.py  the decode cache

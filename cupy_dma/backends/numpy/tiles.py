@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ from cupy_dma.masks.interval import EVER
 
 KEY_CHUNK = 2048  # keys per matrix product
 FEW_KEYS = 64  # fewer keys seen by all queries of a tile get no products of their own
+SMALL_LOGIT, SMALL_VALUE = 30.0, 2.0 ** 60
 TILE_ROWS = 512  # approximate (query, head) rows per matrix product
 
 
@@ -31,7 +33,8 @@ class Tile(NamedTuple):
     visible: Callable[[np.ndarray], np.ndarray]  # keys (n,) -> bool (queries, n)
 
 
-class Keys(NamedTuple):
+@dataclass
+class Keys:
     """Keys and values of one (batch, kv head) in the compute type, and which rows contain a NaN or infinity.
 
     Extra columns make sums part of the products: the logits of ``with_columns(q, 1, -shift)`` with ``k`` include the
@@ -43,6 +46,12 @@ class Keys(NamedTuple):
     nonfinite_k: np.ndarray  # bool (Lk,), of the keys themselves
     nonfinite_v: np.ndarray
     hidden: np.ndarray | None  # bool (Lk,): where the key bias among the columns is -inf; None: nowhere
+
+    @cached_property
+    def sizes(self) -> np.ndarray:
+        """``(3, Lk)``: norm of each key, size of its bias, norm of its value; 0 where hidden."""
+        sizes = np.stack((norms(self.k[:, :-2]), np.abs(self.k[:, -2]), norms(self.v[:, :-1])))
+        return sizes if self.hidden is None else np.where(self.hidden, 0, sizes)
 
 
 class Row(NamedTuple):
@@ -61,9 +70,11 @@ class Row(NamedTuple):
         return None if self.lag is None else np.arange(tile.begin, tile.end)[:, None] - keys >= self.lag
 
 
-def for_each_tile(call: AttentionCall, work: Callable[[Row, Tile, Scratch, Scratch], Any], alone: bool = False) -> None:
-    """``work`` on all tiles of a call, with memory for two products, without NumPy's warnings. Long sequences use
-    threads, each on other batch entries and kv heads, unless these share an accumulator (``alone``)."""
+def for_each_tile(call: AttentionCall, work: Callable[[Row, Tile, Scratch, Scratch], Any], alone: bool = False,
+                  pairs: Sequence[tuple[int, int]] | None = None) -> None:
+    """``work`` on all tiles of a call, or of these ``pairs`` of batch entry and kv head, with memory for two products,
+    without NumPy's warnings. Long sequences use threads, each on other pairs, unless these share an accumulator
+    (``alone``)."""
     def share(pairs: Sequence[tuple[int, int]]) -> None:
         scratch = Scratch(), Scratch()
         for row in _rows(call, pairs):
@@ -71,7 +82,8 @@ def for_each_tile(call: AttentionCall, work: Callable[[Row, Tile, Scratch, Scrat
                 for tile in row.tiles:
                     work(row, tile, *scratch)
 
-    pairs = list(itertools.product(range(call.batch), range(call.kv_heads)))
+    if pairs is None:
+        pairs = list(itertools.product(range(call.batch), range(call.kv_heads)))
     parallel_for(share, pairs, call.query_length, alone)
 
 
@@ -183,6 +195,26 @@ def hide(x: np.ndarray, visible: np.ndarray, instead: float = 0.0) -> None:
     bits &= kept
     if instead:
         bits |= ~kept & x.dtype.type(instead).view(bits.dtype)
+
+
+def norms(x: np.ndarray) -> np.ndarray:
+    """Of the rows of ``x (..., D)``."""
+    return np.sqrt(np.einsum("...d,...d->...", x, x))
+
+
+def are_small(query: Any, key: Any, bias: Any, value: Any) -> Any:
+    """Whether rows of so large norms and biases have logits that need no maximum subtracted: float32 holds their
+    exponentials, and sums of these times values."""
+    return (query * key + bias <= SMALL_LOGIT) & (value <= SMALL_VALUE)
+
+
+def normalized(sums: np.ndarray, m: Any) -> tuple[np.ndarray, np.ndarray]:
+    """``out`` and ``lse`` from the sums of ``exp(s - m)`` times the values, the last column that of ``exp(s - m)``."""
+    kind = sums.dtype.type
+    out, total = sums[..., :-1], sums[..., -1]
+    seen = total != 0  # a sum of NaN is "seen": NaN stays NaN
+    out = np.where(seen[..., None], out / total[..., None], kind(0))
+    return out, np.where(seen, m + np.log(total), kind(-np.inf))
 
 
 def nonfinite_rows(x: np.ndarray) -> np.ndarray:
