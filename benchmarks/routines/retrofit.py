@@ -20,6 +20,7 @@ sinks, recent keys, itself. Those by scores have 4 sinks, 64 recent keys and the
 
 Trained for 256 rows, on pieces of ``length`` tokens from training documents, a piece a step, three seeds. The other
 numbers of rows use the same scores: gates are ranked by their logits, so every policy keeps exactly as many rows.
+Scores and gates only select here; nothing is added to the model's logits.
 
 A row has the nats per token of held-out documents by position, of text and of code; those of the last ``following``
 tokens; and needles: of each length and depth how many of ``needles`` are found, by the most probable digits. How many
