@@ -3,8 +3,8 @@
     CUPY_DMA_CACHE_DIR=cubins python -m tests.gpu.precompile --arch sm_90a
     ... --tune                                        what the scripts benchmarks/tune_* measure, too
 
-The files are those that the tests find in their cache directory, once copied there, if NVRTC has the same version as
-where they run and the CUDA headers lie at the same path (``CUDA_HOME``); otherwise they are compiled anew.
+The tests find the files in their cache directory, once copied there, if NVRTC and the CUDA headers have the same
+version as where they run; otherwise they compile anew.
 
 What is compiled are the configurations that the tests' grids ask for: their calls are made on CPU arrays, for a device
 whose kernels do nothing.

@@ -33,7 +33,7 @@ def compiler(tmp_path, monkeypatch):
     found = Compiler()
     monkeypatch.setenv("CUPY_DMA_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(jit, "nvrtc_version", lambda: (12, 9))
-    monkeypatch.setattr(jit, "find_headers", lambda: ())
+    monkeypatch.setattr(jit, "headers_digest", lambda: "headers")
     monkeypatch.setattr(jit, "_run_nvrtc", found)
     yield found
     jit.compile.cache_clear()
@@ -170,16 +170,26 @@ def test_clearing_removes_our_files_alone(compiler):
 @pytest.mark.parametrize("change", [
     ("_options", lambda arch: (f"-arch={arch}", "--use_fast_math")), ("nvrtc_version", lambda: (12, 8)),
     ("source_text", lambda name: "// changed"),
-    ("_header_version", lambda folder: (12, 8)), ("find_headers", lambda: (Path("elsewhere"),))],
-    ids=lambda change: change[0])
+    ("headers_digest", lambda: "others")], ids=lambda change: change[0])
 def test_the_digest_covers_what_the_compiler_gets(compiler, monkeypatch, change):
-    monkeypatch.setattr(jit, "find_headers", lambda: (Path("include"),))
-    monkeypatch.setattr(jit, "_header_version", lambda folder: (12, 9))
     before = compile_anew().path
     with monkeypatch.context() as changed:
         changed.setattr(jit, *change)
         assert compile_anew().path != before
     assert compile_anew().path == before and compiler.calls == 2
+
+
+def test_headers_count_by_content_not_by_place(tmp_path, monkeypatch):
+    def digest(name, **texts):
+        for file in ("mma.h", "crt/mma.h", "cuda_fp16.h"):
+            path = tmp_path / name / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(texts.get(Path(file).stem, file))
+        monkeypatch.setattr(jit, "find_headers", lambda: (tmp_path / name,))
+        return jit.headers_digest.__wrapped__()
+
+    assert digest("here") == digest("there")
+    assert len({digest("here"), digest("mma", mma="changed"), digest("half", cuda_fp16="changed")}) == 3
 
 
 def test_clearing_beside_writers(compiler, monkeypatch):

@@ -80,7 +80,7 @@ def cupy(monkeypatch, tmp_path):
     monkeypatch.setenv("CUPY_DMA_CACHE_DIR", str(tmp_path))
     monkeypatch.setitem(sys.modules, "cupy", found)
     monkeypatch.setattr(jit, "nvrtc_version", lambda: (12, 9))
-    monkeypatch.setattr(jit, "find_headers", lambda: ())
+    monkeypatch.setattr(jit, "headers_digest", lambda: "headers")
     monkeypatch.setattr(jit, "_run_nvrtc", run_nvrtc)
     monkeypatch.setattr(jit, "device_arch", lambda index: "sm_90a")
     monkeypatch.setattr(launch, "_limits", {})

@@ -1,9 +1,9 @@
 """Kernels at run time: configuration -> prelude + source -> cubin -> launch.
 
 A configuration is a frozen dataclass whose fields become ``#define`` lines (the prelude) in front of a plain CUDA C
-file of ``kernels/``. Own ``#include "..."`` files are inlined, so source text, options and compiler version together
-identify a cubin. It is stored on disk under their digest (disk_cache.py); a changed kernel has a new digest. Compiling
-needs NVRTC and the CUDA headers but no GPU; loading goes through ``cupy.RawModule``, launching through launch.py.
+file of ``kernels/``. Own ``#include "..."`` files are inlined, so source text, options, compiler version and CUDA's
+headers together identify a cubin, which is stored on disk under their digest (disk_cache.py). Compiling needs NVRTC and
+the CUDA headers but no GPU; loading goes through ``cupy.RawModule``, launching through launch.py.
 
 Environment: ``CUPY_DMA_CACHE_DIR`` (disk_cache.py), ``CUPY_DMA_DEBUG=1`` (prints every kernel's configuration, compile
 time, registers, spills and launch shape), ``CUDA_HOME``/``CUDA_PATH`` (headers), ``CUPY_DMA_EARLY=0`` (launch.py).
@@ -27,6 +27,8 @@ from typing import Any, ClassVar
 from cupy_dma.backends.cuda.runtime import disk_cache, launch
 from cupy_dma.backends.cuda.runtime.params import Params
 
+# What kernels include, and the version.
+HEADERS = ("cuda_fp16.h", "cuda_fp16.hpp", "cuda_bf16.h", "cuda_bf16.hpp", "mma.h", "crt/mma.h", "cuda_runtime_api.h")
 DEBUG = os.environ.get("CUPY_DMA_DEBUG", "") not in ("", "0")
 
 
@@ -171,6 +173,16 @@ def find_headers() -> tuple[Path, ...]:
         f"toolkit. Looked in: {', '.join(map(str, candidates)) or 'no directory at all'}")
 
 
+@functools.cache
+def headers_digest() -> str:
+    """Of the contents of ``HEADERS``; where they lie does not matter."""
+    found = hashlib.sha256()
+    for name in HEADERS:
+        path = next((folder / name for folder in find_headers() if (folder / name).is_file()), None)
+        found.update(path.read_bytes() if path else b"")
+    return found.hexdigest()
+
+
 # ---- source ----
 @functools.cache
 def source_text(name: str) -> str:
@@ -205,8 +217,7 @@ def params(source: str, name: str) -> Params:
 
 # ---- compiling ----
 def _options(arch: str) -> tuple[str, ...]:
-    return (f"-arch={arch}", "-std=c++17", "--device-as-default-execution-space", "-lineinfo", "-Xptxas=-v",
-            *(f"-I{folder}" for folder in find_headers()))
+    return f"-arch={arch}", "-std=c++17", "--device-as-default-execution-space", "-lineinfo", "-Xptxas=-v"
 
 
 def compile(config: Config, arch: str) -> Compiled:
@@ -222,8 +233,7 @@ def compile(config: Config, arch: str) -> Compiled:
 @functools.cache
 def _compiled(config: Config, arch: str) -> Compiled:
     text = config.text()
-    headers = [_header_version(folder) for folder in find_headers()]  # the options name their folders
-    identity = json.dumps([text, _options(arch), nvrtc_version(), headers])
+    identity = json.dumps([text, _options(arch), nvrtc_version(), headers_digest()])
     digest = hashlib.sha256(identity.encode()).hexdigest()[:24]
     name = f"{Path(config.source).stem}-{arch}-{digest}"
     if found := disk_cache.read(name):
@@ -245,7 +255,7 @@ compile.cache_clear = _compiled.cache_clear  # type: ignore[attr-defined]  # to 
 
 
 def _run_nvrtc(text: str, config: Config, arch: str) -> tuple[bytes, str]:
-    options = _options(arch)
+    options = (*_options(arch), *(f"-I{folder}" for folder in find_headers()))
     from cupy.cuda import nvrtc
 
     program = nvrtc.createProgram(text, config.source, (), ())
