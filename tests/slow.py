@@ -5,7 +5,8 @@ to ``make test-rare``: they get the marker ``rare``, too.
 emulator with g++ and for GPUs with NVRTC, so of the long grids over kernels it runs a fixed choice, the same on every
 machine: a share of the cases of each test function, those with the smallest checksums of their names. Tests whose
 cases differ in what they look at choose for themselves, with ``pytest.mark.slow`` beside the case. Mutations are those
-of kernel files that differ from the last commit (``CUPY_DMA_BASE`` names another), and of what includes these.
+of kernel files that differ from the last commit (``CUPY_DMA_BASE`` names another), and of what includes these. The
+emulator's tests of single properties (``OF_KERNELS``) are left out unless kernels or the CUDA backend differ from it.
 
 ``make test-all`` should take about an hour on two cores, so of the largest grids it runs a share, too. ``make
 test-gpu`` runs all their cases on a GPU; ``make test-rare`` runs the rest here, for changes of kernels.
@@ -39,14 +40,26 @@ SHARES: dict[str, int | None] = {
     "tests/emulator/tests/test_sm90_backward.py::test_steps_of_dense_masks": None,
     "tests/emulator/tests/test_sm90_backward.py::test_tiles_in_bands": None,
     "tests/emulator/tests/test_forward.py::test_short_tiles_cover_all_queries": None,
-    "tests/project/test_examples.py::test_training_on_a_text_of_ones_own": None,
     "tests/emulator/tests/test_residues.py::*": 1,
     "tests/emulator/tests/test_strides_and_reuse.py::*strides*": 1,
     "tests/emulator/tests/test_decode.py::test_more_splits_than_are_combined_at_a_time": 1,
     "tests/emulator/*": 10,
+    "tests/project/test_examples.py::test_training_on_a_text_of_ones_own": None,
+    "tests/project/test_benchmark_routines.py::test_training_of_every_peer_in_every_mode": None,
+    "tests/project/test_benchmark_routines.py::test_a_wrong_loss_is_noticed": None,
+    "tests/project/test_benchmark_tuning.py::test_each_way_is_the_one_that_calls_take": None,
+    "tests/transformers/test_generation.py::test_the_same_tokens*": 3,
+    "tests/transformers/test_gates.py::test_cached_is_uncached": 3,
+    "tests/unit/test_bias_delay.py::test_*ward": 3,
+    "tests/unit/test_backward.py::test_backward_grid": 2,
+    "tests/backends/test_flex.py::test_traced_path": 3,
     "tests/project/test_precompile.py::test_the_grids_reach_every_kernel": None,
     "tests/backends/test_flex.py::test_*_grid": 3,
 }
+
+OF_KERNELS = tuple(f"tests/emulator/tests/test_{name}.py::*" for name in (
+    "bias_delay", "call_keys", "documents", "hidden_keys", "lifetimes", "numerics", "residues", "scales", "sm90",
+    "sm90_backward", "sm90_stored", "strides_and_reuse"))
 
 # The same for make test-all.
 SHARES_OF_ALL: dict[str, int | None] = {
@@ -65,18 +78,23 @@ SHARES_OF_ALL: dict[str, int | None] = {
 
 
 KERNELS = Path(__file__).resolve().parents[1] / "kernels"
+CUDA = KERNELS.parent / "cupy_dma" / "backends" / "cuda"
+
+
+def changed_files(folder: Path) -> set[str]:
+    """Files of a folder that have changed; none where there is no git."""
+    command = ["git", "diff", "--name-only", "--relative", os.environ.get("CUPY_DMA_BASE", "HEAD"), "--", "."]
+    try:
+        return set(subprocess.run(command, cwd=folder, capture_output=True, text=True).stdout.split())
+    except OSError:
+        return set()
 
 
 @functools.cache
 def changed_kernels() -> set[str]:
-    """Files of ``kernels/`` that have changed, and those that include them; none where there is no git."""
-    command = ["git", "diff", "--name-only", "--relative", os.environ.get("CUPY_DMA_BASE", "HEAD"), "--", "."]
-    try:
-        done = subprocess.run(command, cwd=KERNELS, capture_output=True, text=True)
-    except OSError:
-        return set()
-    return including(set(done.stdout.split()), {path.relative_to(KERNELS).as_posix(): path.read_text()
-                                                for path in KERNELS.rglob("*.cu*")})
+    """Files of ``kernels/`` that have changed, and those that include them."""
+    return including(changed_files(KERNELS), {path.relative_to(KERNELS).as_posix(): path.read_text()
+                                              for path in KERNELS.rglob("*.cu*")})
 
 
 def including(changed: set[str], texts: dict[str, str]) -> set[str]:
@@ -100,8 +118,11 @@ def mark(items: list[pytest.Item]) -> None:
         return item.nodeid.partition("[")[0]
 
     faults = [item for item in items if function(item) == FAULTS]
-    changed = changed_kernels() if faults else set()
-    chosen = {item for item in faults if item.callspec.params["fault"].file in changed}
+    chosen = {item for item in faults if item.callspec.params["fault"].file in changed_kernels()}
+    if not changed_files(KERNELS) and not changed_files(CUDA):
+        for item in items:
+            if any(fnmatchcase(item.nodeid, pattern) for pattern in OF_KERNELS):
+                item.add_marker(pytest.mark.slow)
 
     for name, cases in itertools.groupby(sorted(items, key=function), function):
         ordered = sorted(cases, key=lambda item: zlib.crc32(item.nodeid.encode()))
