@@ -60,7 +60,7 @@ def test_kernels_of_another_folder_are_loaded_anew():
     runtime = Runtime()
 
     def ask():
-        step._kernel(runtime, 0, 1, "__half", 64, 64, True, 2, 4, False, 1, True, 1, False)
+        step._kernel(runtime, 0, 1, "__half", 64, 64, True, 2, 4, False, 1, True, 1, False, False)
 
     ask()
     with tune_sm90.kernels_of(jit.kernels_directory()):
