@@ -232,16 +232,18 @@ def contexts(hay: np.ndarray, tokenizer: Any, length: int, depth: float, count: 
     """``(count, length)`` texts that end with the digits of a code, said at ``depth`` (0 to 1) of what comes before
     the question, and how many tokens the digits are."""
     rng = np.random.default_rng(seed)
-    rows, size = [], 0
+    rows, sizes = [], set()
     for i in range(count):
         name, code = NAMES[i % len(NAMES)], "".join(map(str, rng.integers(0, 10, DIGITS)))
         said, asked, answer = (tokenizer(text, add_special_tokens=False).input_ids for text in (
             SAID.format(name, code), ASKED.format(name, name), " " + code))
-        size = len(answer)
-        room = length - len(said) - len(asked) - size
+        sizes.add(len(answer))
+        room = length - len(said) - len(asked) - len(answer)
         if room < 0 or room > len(hay):
             raise ValueError(f"length must leave room for {len(hay)} tokens of hay or fewer, got {length}")
         begin, at = int(rng.integers(0, len(hay) - room + 1)), round(depth * room)
         straw = hay[begin:begin + room].tolist()
         rows.append([*straw[:at], *said, *straw[at:], *asked, *answer])
-    return torch.tensor(rows), size
+    if len(sizes) > 1:
+        raise ValueError(f"tokenizer must give all codes of {DIGITS} digits as many tokens, got {sorted(sizes)}")
+    return torch.tensor(rows), sizes.pop()

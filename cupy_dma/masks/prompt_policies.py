@@ -227,7 +227,7 @@ def from_press(press: Any, key: Array, value: Array, budget: int, prompt: int, *
     >>> dma.policies.from_press(small_keys, key, value, 2, prompt=4)[0, 0] == 4
     array([False,  True,  True, False, False, False])
     """
-    k = _keys(key)
+    k = _rows(key, "key")
     v = _value(value, k)
     score = getattr(press, "score", press)
     if not callable(score):
@@ -262,12 +262,8 @@ def _evicted(k: Operand, scores: Any, budget: int, prompt: int) -> Any:
 
 def queries_and_keys(query: Any, key: Any) -> tuple[Operand, Operand]:
     """The checked arrays ``(B, N, H, D)`` and ``(B, N, Hkv, D)``."""
-    q, k = describe(query, "query"), describe(key, "key")
+    q, k = _rows(query, "query"), _rows(key, "key")
     checks.require_same_device((k, q))
-    for operand in (q, k):
-        checks.one_of_types(operand, checks.FLOATS)
-        if operand.ndim != 4:
-            raise ValueError(f"{operand.name} must have shape (B, N, H, D), got {operand.shape}")
     if q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3] or q.shape[2] % k.shape[2]:
         raise ValueError(f"query must have shape (B, N, H, D) and key (B, N, Hkv, D), H a multiple of Hkv, got "
                          f"{q.shape} and {k.shape}")
@@ -285,19 +281,18 @@ def wide(operand: Operand) -> Any:
     return library.astype(operand.array, kind_of(operand))
 
 
-def _keys(key: Any) -> Operand:
-    k = describe(key, "key")
-    checks.one_of_types(k, checks.FLOATS)
-    if k.ndim != 4:
-        raise ValueError(f"key must have shape (B, N, Hkv, D), got {k.shape}")
-    return k
+def _rows(array: Any, name: str) -> Operand:
+    found = describe(array, name)
+    checks.one_of_types(found, checks.FLOATS)
+    if found.ndim != 4:
+        raise ValueError(f"{name} must have shape (B, N, H, D), got {found.shape}")
+    return found
 
 
 def _value(value: Any, k: Operand) -> Operand:
-    v = describe(value, "value")
+    v = _rows(value, "value")
     checks.require_same_device((k, v))
-    checks.one_of_types(v, checks.FLOATS)
-    if v.ndim != 4 or v.shape[:3] != k.shape[:3]:
+    if v.shape[:3] != k.shape[:3]:
         raise ValueError(f"value must have shape (B, N, Hkv, Dv) = {(*k.shape[:3], 'Dv')}, got {v.shape}")
     return v
 

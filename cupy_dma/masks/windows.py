@@ -10,13 +10,16 @@ from cupy_dma.arrays import describe
 Window: TypeAlias = "int | tuple[int, ...]"
 
 
+def is_sequence(given: Any) -> bool:
+    return isinstance(given, Sequence) and not isinstance(given, (str, bytes))
+
+
 def window_of(window: Any, heads: int | None = None, name: str = "window") -> Window:
     """The checked window: an int, or from ints on the host one for each of ``heads``, reduced to an int if all are
     equal. With ``heads=None`` their number is not checked and they stay a tuple."""
-    several = isinstance(window, Sequence) and not isinstance(window, (str, bytes))
-    if not several and not getattr(window, "shape", None):
+    if not is_sequence(window) and not getattr(window, "shape", None):
         return checks.whole(window, name, 1)
-    if not several:
+    if not is_sequence(window):
         given = describe(window, name)
         if given.ndim != 1 or given.device.kind != "cpu":
             raise TypeError(f"{name} must be an int, or ints in host memory, one per kv head, got an array of shape "

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cupy_dma.arrays import describe
-from cupy_dma.masks.windows import Window, window_of
+from cupy_dma.masks.windows import Window, is_sequence, window_of
 
 
 def budgets(given: Any, name: str, layers: Sequence[int], heads: Sequence[int | None]) -> list[Window]:
@@ -27,9 +27,9 @@ def budgets(given: Any, name: str, layers: Sequence[int], heads: Sequence[int | 
             raise TypeError(f"{name} must be ints in host memory, at most (layers, kv heads) of them, got an array of "
                             f"shape {array.shape} on {array.device}")
         given = array.library.to_numpy(array.array).tolist()
-    if not _several(given):
+    if not is_sequence(given):
         return [window_of(given, name=name)] * len(layers)
-    if len(given) == 1 and _several(given[0]):
+    if len(given) == 1 and is_sequence(given[0]):
         given = [given[0]] * len(layers)
     if len(given) != len(layers):
         raise ValueError(f"{name} must be an int, one per layer, or for each layer one per kv head, where the layers "
@@ -43,7 +43,3 @@ def stored(each: Sequence[Window]) -> int | list[int | list[int]]:
     if len(set(each)) == 1 and isinstance(each[0], int):
         return each[0]
     return [list(budget) if isinstance(budget, tuple) else budget for budget in each]
-
-
-def _several(given: Any) -> bool:
-    return isinstance(given, Sequence) and not isinstance(given, (str, bytes))

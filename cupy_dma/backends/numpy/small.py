@@ -11,6 +11,7 @@ import itertools
 
 import numpy as np
 
+from cupy_dma.arrays import describe
 from cupy_dma.backends.numpy.host import host, widened
 from cupy_dma.backends.numpy.threads import one_blas_thread
 from cupy_dma.backends.numpy.tiles import are_small, hide, normalized, norms, with_columns
@@ -64,10 +65,10 @@ def attend(call: AttentionCall, out: np.ndarray, lse: np.ndarray) -> list[tuple[
 
 def _visible(call: AttentionCall, bias: np.ndarray) -> np.ndarray:
     """The visible pairs, bool ``(1|B, 1|Hkv, Lq, Lk)``."""
-    n = call.key_length
-    position, key = np.arange(n - call.query_length, n, dtype=np.int32)[:, None], np.arange(n, dtype=np.int32)
     seen = ~np.isneginf(bias)[:, :, None]
     if call.mask is not None:
-        start, stop = (call.mask.library.to_numpy(run.array)[:, :, None] for run in (call.mask._start, call.mask._stop))
-        seen = seen & (start <= position) & (position < stop)
-    return seen & (key <= position) if call.causal else seen
+        seen = seen & host(describe(call.mask.to_dense(call.query_length), "mask"))
+    if call.causal:
+        n = call.key_length
+        seen = seen & (np.arange(n) <= np.arange(n - call.query_length, n)[:, None])
+    return seen

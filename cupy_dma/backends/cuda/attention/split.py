@@ -57,8 +57,7 @@ def choose_split_size(sizes: tuple[int, ...], sets: int, resident: int) -> int:
     slots = np.array(sizes)
     steps = blocks(int(slots.max()), WARPS * STEP)
     first = blocks(steps, MAX_SPLITS)
-    size = WARPS * STEP * np.unique(np.geomspace(first, steps, num=100).round().astype(int))
-    # At most 100 candidates.
+    size = WARPS * STEP * np.unique(np.geomspace(first, steps, num=100).round().astype(int))  # at most 100 candidates
     waves = -(-sets * (-(-slots // size[:, None])).sum(1) // resident)
     cost = waves * (BLOCK_STEPS + size // (WARPS * STEP))
     return int(size[::-1][cost[::-1].argmin()])
