@@ -28,17 +28,25 @@ def type_name(dtype: Any) -> str:
     return name
 
 
+def given(query: Any) -> Any:
+    if query is None:
+        raise TypeError("query must be an array, got None (update appends tokens without queries)")
+    return query
+
+
 def extend_call(state: CacheState, query: Any, key: Any, value: Any, scores: Any, scale: float | None, softcap: float,
                 lengths: Any, cu_seqlens: Any, return_lse: bool, out: Any,
-                tail_padding: bool = False, bias_delay: Any = 0, name: str = "scores") -> ExtendCall:
+                tail_padding: bool = False, bias_delay: Any = 0, name: str = "scores", slots: Any = None) -> ExtendCall:
     """The checked arguments of ``extend``, or of ``update`` where ``query`` is None. Raises what they document."""
     packed = cu_seqlens is not None
     if packed and lengths is not None:
         raise ValueError("give either lengths (for padded rows) or cu_seqlens (for packed rows), got both")
     k, v, s = describe(key, "key"), describe(value, "value"), describe(scores, name)
     q = None if query is None else describe(query, "query")
-    lead: tuple[tuple[int, ...], ...] = () if packed else ((state.batch,),)
-    axes = "(total, " if packed else "(B, L, "
+    named = None if slots is None else checked_slots(state, slots)
+    batch, letter = (state.batch, "B") if named is None else (named.shape[0], "n")
+    lead: tuple[tuple[int, ...], ...] = () if packed else ((batch,),)
+    axes = "(total, " if packed else f"({letter}, L, "
     length = k.shape[len(lead)] if len(k.shape) == len(lead) + 3 else -1
     for operand, meaning, sizes in ((k, "Hkv, D)", (state.kv_heads, state.head_dim)),
                                     (v, "Hkv, Dv)", (state.kv_heads, state.value_dim))):
@@ -49,25 +57,25 @@ def extend_call(state: CacheState, query: Any, key: Any, value: Any, scores: Any
             raise ValueError(f"query must have a multiple of the cache's heads (H % Hkv == 0), got {heads} query heads "
                              f"and {state.kv_heads} kv heads")
         _require(q, state.key.dtype, axes + "H, D)", (*lead, (length,), (heads,), (state.head_dim,)), state)
-    _require(s, None, "(Hkv, total)" if packed else "(B, Hkv, L)", (*lead, (state.kv_heads,), (length,)), state)
-    given = [operand for operand in (q, k, v, s) if operand is not None]
-    checks.require_same_device((state.key, *given))
-    for operand in given:
+    _require(s, None, "(Hkv, total)" if packed else f"({letter}, Hkv, L)", (*lead, (state.kv_heads,), (length,)), state)
+    operands = [operand for operand in (q, k, v, s) if operand is not None]
+    checks.require_same_device((state.key, *operands))
+    for operand in operands:
         _require_no_grad(operand)
     scale = state.head_dim ** -0.5 if scale is None else checks.factor(
         scale, "scale", state.key.dtype)
     softcap, return_lse = checks.softcap_of(softcap, state.key.dtype), checks.flag(return_lse, "return_lse")
-    counts = None if lengths is None else _counts(state, lengths, "lengths", (state.batch,), "(B,)", length)
+    real = None if lengths is None else counts(state, lengths, "lengths", (batch,), f"({letter},)", length)
     bounds = None
     if packed:
-        bounds = _counts(state, cu_seqlens, "cu_seqlens", (state.batch + 1,), "(B + 1,)", length,
+        bounds = counts(state, cu_seqlens, "cu_seqlens", (batch + 1,), f"({letter} + 1,)", length,
                          checks.flag(tail_padding, "tail_padding"))
     s = _in_cache_type(state, checks.in_rows(s))
     if packed:
         k, v, s = (state.library.operand(x.array[None], x.name) for x in (k, v, s))
         q = None if q is None else state.library.operand(q.array[None], "query")
-    call = ExtendCall(q, k, v, s, scale, softcap, counts, bounds, return_lse,
-                      bias_delay=checks.delay(bias_delay))
+    call = ExtendCall(q, k, v, s, scale, softcap, real, bounds, return_lse,
+                      bias_delay=checks.delay(bias_delay), slots=named)
     if out is not None:
         _take_out(state, call, out)
     return call
@@ -104,9 +112,9 @@ def _in_cache_type(state: CacheState, scores: Operand) -> Operand:
     return state.library.operand(state.library.astype(scores.array, state.scores.dtype), "scores")
 
 
-def _counts(state: CacheState, array: Any, name: str, shape: tuple[int, ...], meaning: str, most: int,
+def counts(state: CacheState, array: Any, name: str, shape: tuple[int, ...], meaning: str, most: int,
             tail_padding: bool = False) -> Operand:
-    """The checked ``lengths`` or ``cu_seqlens``, contiguous; ``most`` is the largest allowed value."""
+    """The checked ``lengths``, ``cu_seqlens`` or ``n``, contiguous; ``most`` is the largest allowed value."""
     operand = checks.integers(array, name, state.key)
     checks.has_shape(operand, meaning, tuple((size,) for size in shape))
     found = known_values(operand, array)
@@ -114,10 +122,30 @@ def _counts(state: CacheState, array: Any, name: str, shape: tuple[int, ...], me
         if name == "cu_seqlens":
             check_bounds(found, name, most, "the total", tail_padding)
         elif ((found < 0) | (found > most)).any():
-            raise ValueError(f"lengths must lie between 0 and L = {most}, got {shown(found)}")
+            raise ValueError(f"{name} must lie between 0 and L = {most}, got {shown(found)}")
     if operand.strides != (1,) and shape[0] > 1:
         return state.library.operand(state.library.contiguous(operand.array), name)
     return operand
+
+
+def checked_slots(state: CacheState, slots: Any) -> Operand:
+    """``slots`` as a call has them: int32 ``(n,)``, contiguous."""
+    library, operand = state.library, checks.integers(slots, "slots", state.key)
+    if operand.ndim != 1:
+        raise ValueError(f"slots must have shape (n,), got {operand.shape}")
+    if operand.shape[0] > state.batch:
+        raise ValueError(f"slots must name each of the cache's {state.batch} sequences at most once, got "
+                         f"{operand.shape[0]} slots")
+    found = known_values(operand, slots)
+    if found is not None:
+        if ((found < -1) | (found >= state.batch)).any():
+            raise ValueError(f"slots must lie between -1 (none) and {state.batch - 1} (the cache has a batch of "
+                             f"{state.batch}), got {shown(found)}")
+        named = found[found >= 0]
+        if len(np.unique(named)) < len(named):
+            raise ValueError(f"slots must name no sequence twice, got {shown(found)}")
+    with library.on(state.device):
+        return library.operand(library.contiguous(library.astype(operand.array, "int32")), "slots")
 
 
 def _take_out(state: CacheState, call: ExtendCall, out: Any) -> None:

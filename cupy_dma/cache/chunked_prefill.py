@@ -24,6 +24,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cupy_dma.arrays import Operand
+from cupy_dma.cache.chosen import Chosen
 from cupy_dma.cache.distances import places, spread_rows
 from cupy_dma.cache.record import PrefixStop, top_stops
 from cupy_dma.cache.segments import rectangular
@@ -43,9 +44,14 @@ def extend_chunk(prefix_stop: PrefixStop, attention: Attention, state: CacheStat
                  call: ExtendCall) -> tuple[Any, Any]:
     """``out (B, L, H, Dv)`` and ``lse (B, H, L)``, None without a query, computed by these functions of a backend."""
     with state.library.on(state.device):
-        if call.length == 0 or state.batch == 0:
+        if call.length == 0 or call.batch == 0:
             return no_tokens(state, call)
-        target, state = state, rectangular(state)
+        target, chosen = state, None
+        if call.slots is None:
+            state = rectangular(state)
+        else:
+            chosen = Chosen.by(state, call.slots)
+            state, call = chosen.copied(state), chosen.call(state, call)
         history = _Padded(state, call) if call.cu_seqlens is None else _Packed(state, call)
         order = state.library.xp.argsort(state.positions.array)
         position = history.positions(_sorted(state, state.positions, order))
@@ -59,9 +65,12 @@ def extend_chunk(prefix_stop: PrefixStop, attention: Attention, state: CacheStat
                 seen, source, mask, delay = _spread(state, call, history, order, mask)
                 score = seen.scores(_sorted(state, state.scores, source))
             found = _attend(attention, state, call, seen, source, score, mask, delay)
-        after = _stored(state, call, history, order, position, top)
+        after = _stored(state, call, history, order, position, top, state is not target) if call.commits else None
         results = (None, None) if found is None else delivered(state, call, *found)
-        copy_rows(after, target)
+        if after is not None and chosen is not None:
+            chosen.put(after, state, target)
+        elif after is not None:
+            copy_rows(after, target)
     return results
 
 
@@ -148,13 +157,15 @@ class _Packed(_Padded):
 
     def __init__(self, state: CacheState, call: ExtendCall, rows: int | None = None):
         library, device, batch, rows = state.library, state.device, state.batch, state.rows if rows is None else rows
-        self.state, self.call, self.rows, self.ragged = state, call, rows, False
+        self.state, self.call, self.rows, self.ragged = state, call, rows, call.lengths is not None
         self.length = batch * rows + call.length
         self.shape = (1, state.kv_heads, self.length)
         assert call.cu_seqlens is not None
         bounds = library.astype(call.cu_seqlens.array, "int32")
         self.bounds = library.astype(bounds, "int64")
         self.added = self.bounds[1:] - self.bounds[:-1]
+        if call.lengths is not None:
+            self.added = library.xp.minimum(self.added, library.astype(call.lengths.array, "int64"))
         self.first = bounds + library.arange(0, batch + 1, device) * rows  # of each sequence in the history
 
         def sequence(of: Any, count: int) -> Any:
@@ -167,7 +178,7 @@ class _Packed(_Padded):
         self.new = index(state, call.length) + (self.token + 1) * rows
         lengths, first = state.lengths.array, library.astype(self.first, "int64")
         self.base = (first[:-1] + rows - lengths)[key][None, None]
-        self.end = first[1:][key][None, None]
+        self.end = (first[:-1] + rows + self.added)[key][None, None]
         self.new_positions = self.of_tokens(lengths - self.bounds[:-1]) + index(state, call.length)
         self.batch_of_old = index(state, batch)[:, None, None]
         self.batch_of_new = self.batch_of_old * 0
@@ -272,9 +283,11 @@ def delivered(state: CacheState, call: ExtendCall, out: Any, lse: Any) -> tuple[
     return out, lse
 
 
-def _stored(state: CacheState, call: ExtendCall, history: _Padded, order: Any, position: Any, top: Any) -> CacheState:
-    """A copy of the state with the new keys that are needed after the last new token, and only those."""
-    state = copied(state, SAVED if state.segments is None else ("lengths",))  # with segments, these are copies already
+def _stored(state: CacheState, call: ExtendCall, history: _Padded, order: Any, position: Any, top: Any,
+            is_copy: bool) -> CacheState:
+    """A copy of the state with the new keys that are needed after the last new token, and only those. ``is_copy``: its
+    rows are copies already."""
+    state = copied(state, ("lengths",) if is_copy else SAVED)
     library, xp = state.library, state.library.xp
     batch, head = index(state, state.batch)[:, None, None], index(state, state.kv_heads)[:, None]
     real = (position >= 0) & (library.arange(0, history.length, state.device) < history.end)

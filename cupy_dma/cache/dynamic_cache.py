@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from cupy_dma.arrays import Array, Ints, Windows
-from cupy_dma.cache.arguments import extend_call
+from cupy_dma.cache.arguments import extend_call, given
 from cupy_dma.cache.key_cache import KeyCache
 
 
@@ -72,8 +72,8 @@ class DynamicCache(KeyCache):
 
     def extend(self, query: Array, key: Array, value: Array, scores: Array, *, bias_delay: int = 0,
                scale: float | None = None, softcap: float = 0.0, lengths: Ints | None = None,
-               cu_seqlens: Ints | None = None, tail_padding: bool = False, return_lse: bool = False,
-               out: Array | tuple[Array, Array] | None = None) -> Any:
+               cu_seqlens: Ints | None = None, tail_padding: bool = False, slots: Ints | None = None,
+               return_lse: bool = False, out: Array | tuple[Array, Array] | None = None) -> Any:
         """Append ``L >= 0`` tokens to every sequence and attend from them: a prompt, a chunk of one, or one new token.
 
         Parameters
@@ -95,6 +95,10 @@ class DynamicCache(KeyCache):
         tail_padding
             Allow tokens after the last sequence, as in arrays of a fixed size: they are ignored and get ``out = 0,
             lse = -inf``. False: lengths that end early raise where their values are checked (see below).
+        slots : int32 or int64 array ``(n,)`` or list, optional
+            The cache's sequences that the call is for, none of them twice: its sequence ``i`` is number ``slots[i]`` of
+            the cache, and the ``B`` of all arguments is ``n``, at most the cache's. -1 names none: such tokens are
+            ignored and get ``out = 0, lse = -inf``. Other sequences do not change.
         return_lse
             Return ``(out, lse)``.
         out : array, or with ``return_lse`` a pair of arrays, optional
@@ -108,19 +112,30 @@ class DynamicCache(KeyCache):
         Raises
         ------
         TypeError, ValueError
-            An argument has the wrong type, shape or device; nothing has been launched. Values of ``lengths`` and
-            ``cu_seqlens`` are always checked in host memory, in GPU memory only with ``CUPY_DMA_CHECK=1``.
+            An argument has the wrong type, shape or device; nothing has been launched. Values of ``lengths``,
+            ``cu_seqlens`` and ``slots`` are always checked in host memory, in GPU memory only with
+            ``CUPY_DMA_CHECK=1``.
         NotImplementedError
             A torch tensor requires grad, or the backend has no cache.
         """
-        if query is None:
-            raise TypeError("query must be an array, got None (update appends tokens without queries)")
-        call = extend_call(self._state, query, key, value, scores, scale, softcap, lengths, cu_seqlens, return_lse, out,
-                           tail_padding, bias_delay)
+        call = extend_call(self._state, given(query), key, value, scores, scale, softcap, lengths, cu_seqlens,
+                           return_lse, out, tail_padding, bias_delay, slots=slots)
+        return self._extended(call, out)
+
+    def attend(self, query: Array, key: Array, value: Array, scores: Array, *, bias_delay: int = 0,
+               scale: float | None = None, softcap: float = 0.0, lengths: Ints | None = None,
+               cu_seqlens: Ints | None = None, tail_padding: bool = False, slots: Ints | None = None,
+               return_lse: bool = False, out: Array | tuple[Array, Array] | None = None) -> Any:
+        """What ``extend`` returns, but the cache does not change: ``commit`` may append the first of these tokens,
+        which are copied. Arguments and errors as for ``extend``; the tokens of an earlier ``attend`` are forgotten.
+        """
+        call = extend_call(self._state, given(query), key, value, scores, scale, softcap, lengths, cu_seqlens,
+                           return_lse, out, tail_padding, bias_delay, slots=slots)
+        call.commits = False
         return self._extended(call, out)
 
     def update(self, key: Array, value: Array, scores: Array, *, lengths: Ints | None = None,
-               cu_seqlens: Ints | None = None, tail_padding: bool = False) -> None:
+               cu_seqlens: Ints | None = None, tail_padding: bool = False, slots: Ints | None = None) -> None:
         """Append tokens without queries. Arguments and errors as for ``extend``.
 
         >>> cache = DynamicCache(1, 2, window=4, head_dim=8, dtype="float32")
@@ -129,5 +144,5 @@ class DynamicCache(KeyCache):
         array([10])
         """
         call = extend_call(self._state, None, key, value, scores, None, 0.0, lengths, cu_seqlens, False, None,
-                           tail_padding)
+                           tail_padding, slots=slots)
         self._take(call)

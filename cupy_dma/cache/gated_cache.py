@@ -12,7 +12,8 @@ from typing import Any
 
 from cupy_dma import checks
 from cupy_dma.arrays import Array, Ints, Windows
-from cupy_dma.cache.arguments import extend_call
+from cupy_dma.cache.arguments import extend_call, given
+from cupy_dma.cache.chosen import Chosen
 from cupy_dma.cache.key_cache import KeyCache
 from cupy_dma.cache.segments import segments_of
 from cupy_dma.cache.slots import index
@@ -89,8 +90,8 @@ class GatedCache(KeyCache):
 
     def extend(self, query: Array, key: Array, value: Array, log_gate: Array, *, add_gates: bool = True,
                scale: float | None = None, softcap: float = 0.0, lengths: Ints | None = None,
-               cu_seqlens: Ints | None = None, tail_padding: bool = False, return_lse: bool = False,
-               out: Array | tuple[Array, Array] | None = None) -> Any:
+               cu_seqlens: Ints | None = None, tail_padding: bool = False, slots: Ints | None = None,
+               return_lse: bool = False, out: Array | tuple[Array, Array] | None = None) -> Any:
         """Append ``L >= 0`` tokens to every sequence and attend from them: a prompt, a chunk of one, or one new token.
 
         Parameters
@@ -101,7 +102,7 @@ class GatedCache(KeyCache):
             The logarithms of the keys' gates. NaN is an open gate, above all others.
         add_gates : bool
             False: gates only decide which keys are kept, and are not added to logits.
-        scale, softcap, lengths, cu_seqlens, tail_padding, return_lse, out
+        scale, softcap, lengths, cu_seqlens, tail_padding, slots, return_lse, out
             As for ``DynamicCache.extend``.
 
         Returns
@@ -115,15 +116,25 @@ class GatedCache(KeyCache):
         RuntimeError
             A cache without a capacity takes tokens in a CUDA graph.
         """
-        if query is None:
-            raise TypeError("query must be an array, got None (update appends tokens without queries)")
-        call = extend_call(self._state, query, key, value, log_gate, scale, softcap, lengths, cu_seqlens, return_lse,
-                           out, tail_padding, self.delay, name="log_gate")
+        call = extend_call(self._state, given(query), key, value, log_gate, scale, softcap, lengths, cu_seqlens,
+                           return_lse, out, tail_padding, self.delay, "log_gate", slots)
         call.is_biased = checks.flag(add_gates, "add_gates")
         return self._extended(call, out)
 
+    def attend(self, query: Array, key: Array, value: Array, log_gate: Array, *, add_gates: bool = True,
+               scale: float | None = None, softcap: float = 0.0, lengths: Ints | None = None,
+               cu_seqlens: Ints | None = None, tail_padding: bool = False, slots: Ints | None = None,
+               return_lse: bool = False, out: Array | tuple[Array, Array] | None = None) -> Any:
+        """What ``extend`` returns, but the cache does not change: ``commit`` may append the first of these tokens,
+        which are copied. Arguments and errors as for ``extend``; the tokens of an earlier ``attend`` are forgotten.
+        """
+        call = extend_call(self._state, given(query), key, value, log_gate, scale, softcap, lengths, cu_seqlens,
+                           return_lse, out, tail_padding, self.delay, "log_gate", slots)
+        call.is_biased, call.commits = checks.flag(add_gates, "add_gates"), False
+        return self._extended(call, out)
+
     def update(self, key: Array, value: Array, log_gate: Array, *, lengths: Ints | None = None,
-               cu_seqlens: Ints | None = None, tail_padding: bool = False) -> None:
+               cu_seqlens: Ints | None = None, tail_padding: bool = False, slots: Ints | None = None) -> None:
         """Append tokens without queries. Arguments and errors as for ``extend``.
 
         >>> cache = dma.GatedCache(1, 2, head_dim=8, dtype="float32", delay=3, threshold=-1.0)
@@ -133,21 +144,29 @@ class GatedCache(KeyCache):
         array([ 0,  4,  7,  8,  9, -1])
         """
         call = extend_call(self._state, None, key, value, log_gate, None, 0.0, lengths, cu_seqlens, False, None,
-                           tail_padding, name="log_gate")
+                           tail_padding, name="log_gate", slots=slots)
         self._take(call)
 
     def _take(self, call: ExtendCall) -> tuple[Any, Any]:
         if self._grows:
+            self._refuse_graphs()
             with self._here():
                 self._make_room(call)
         return super()._take(call)
 
+    def _attend(self, call: ExtendCall) -> tuple[Any, Any]:
+        if self._grows:
+            self._refuse_graphs()
+        return super()._attend(call)
+
+    def _refuse_graphs(self) -> None:
+        if self._state.library.is_capturing(self._state.device):
+            raise RuntimeError("a GatedCache without a capacity cannot take tokens in a CUDA graph: it may have to "
+                               "grow; give it a capacity")
+
     def _make_room(self, call: ExtendCall) -> None:
         """Rows for the open keys that there can be after the call."""
         state = self._state
-        if state.library.is_capturing(state.device):
-            raise RuntimeError("a GatedCache without a capacity cannot take tokens in a CUDA graph: it may have to "
-                               "grow; give it a capacity")
         if call.length <= self._room:
             self._room -= call.length
             return
@@ -244,12 +263,19 @@ def _enlarged(room: int, count: int) -> int:
 def _open(state: CacheState, call: ExtendCall) -> Any:
     """How many of the new keys' gates are open, int64 ``(B, Hkv)``."""
     library = state.library
+    if call.slots is not None:
+        chosen = Chosen.by(state, call.slots)
+        found = library.full((state.batch, state.kv_heads), 0, "int64", state.device)
+        found[chosen.rows] = _open(state, chosen.call(state, call))
+        return found
     is_open = ~(call.scores.array < state.threshold)
+    real = None if call.lengths is None else library.astype(call.lengths.array, "int64")
     if call.cu_seqlens is not None:
         bounds = library.astype(call.cu_seqlens.array, "int64")
         before = library.full((state.kv_heads, call.length + 1), 0, "int64", state.device)
         before[:, 1:] = library.cumsum(library.astype(is_open[0], "int32"))
-        return (before[:, bounds[1:]] - before[:, bounds[:-1]]).swapaxes(0, 1)
-    if call.lengths is not None:
-        is_open = is_open & (index(state, call.length) < library.astype(call.lengths.array, "int64")[:, None, None])
+        end = bounds[1:] if real is None else library.xp.minimum(bounds[1:], bounds[:-1] + real)
+        return (before[:, end] - before[:, bounds[:-1]]).swapaxes(0, 1)
+    if real is not None:
+        is_open = is_open & (index(state, call.length) < real[:, None, None])
     return library.astype(is_open, "int64").sum(-1)

@@ -1,24 +1,22 @@
 """What caches of kept keys have in common: their contents, their stops, copies of whole sequences, saving."""
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from math import inf, prod
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
-
-from cupy_dma import backends, checks
-from cupy_dma.arrays import Ints, describe, numpy_dtype
-from cupy_dma.cache.arguments import batch_rows, type_name
+from cupy_dma.arrays import Ints, numpy_dtype
+from cupy_dma.cache.arguments import batch_rows, checked_slots
+from cupy_dma.cache.attended import Attended
+from cupy_dma.cache.base import CacheBase
+from cupy_dma.cache.chosen import named
 from cupy_dma.cache.record import NAME, Record, stops
-from cupy_dma.cache.segments import rectangular, segments_of, selected
+from cupy_dma.cache.segments import rectangular, selected
 from cupy_dma.cache.slots import AFTER_ALL, index, needed
 from cupy_dma.cache.snapshot import (
     ARRAYS,
     NUMBERS,
     SIZES,
     copy_rows,
-    empty_state,
     forget,
     load,
     same_kind,
@@ -26,7 +24,6 @@ from cupy_dma.cache.snapshot import (
     with_segments,
 )
 from cupy_dma.cache.state import CacheState, ExtendCall, Segments
-from cupy_dma.masks.windows import Window, widest, window_of
 
 Own = TypeVar("Own", bound="KeyCache")
 
@@ -38,46 +35,14 @@ class KeptKeys(NamedTuple):
     scores: Any  # float (B, Hkv, R), -inf after the last kept key
 
 
-class KeyCache:
-    """A cache of one attention layer; ``state.py`` says what it holds."""
+class KeyCache(CacheBase):
+    """A cache of one attention layer."""
 
-    _module: Any  # the backend
-    _backend: str | None
-    _state: CacheState
-    _record: Record | None
-
-    def _allocate(self, batch: Any, kv_heads: Any, window: Any, head_dim: Any, value_dim: Any, dtype: Any, like: Any,
-                  sinks: Any, recent: Any, record_stops: Any, backend: str | None, threshold: float = -inf,
-                  grows: bool = False) -> None:
-        """Check the constructor's arguments, and make a cache without tokens. One that grows has segments."""
-        batch, kv_heads = checks.whole(batch, "batch", 0), checks.whole(kv_heads, "kv_heads", 1)
-        window = window_of(window, kv_heads)
-        sinks, recent = checks.whole(sinks, "sinks", 0), checks.whole(recent, "recent", 0)
-        size = checks.whole(head_dim, "head_dim", 1)
-        sizes = size, size if value_dim is None else checks.whole(value_dim, "value_dim", 1)
-        for size, name in zip(sizes, ("head_dim", "value_dim")):
-            if size > 256:
-                raise ValueError(f"{name} must be 1 to 256, got {size}")
-        if (rows := widest(window) + sinks + recent) >= 2**31:
-            raise ValueError(f"window + sinks + recent must be below 2**31, got {rows}")
-        seen = describe(np.empty(0) if like is None else like, "like")
-        if dtype is None and like is not None:
-            checks.one_of_types(seen)
-        kind = type_name(dtype or ("bfloat16" if like is None else seen.dtype))
-        self._module, library, device = backends.choose(backend, (seen,)), seen.library, seen.device
-        self._backend = backend
-        if kind == "float64" and device.kind == "cuda" and backend != "numpy":
-            raise TypeError("dtype must be float16, bfloat16 or float32 on CUDA, got float64 (backend='numpy' takes "
-                            "it)")
-        self._record = Record() if checks.flag(record_stops, "record_stops") else None
-        with library.on(device):
-            numbers, pairs = (window, sinks, recent, threshold), batch * kv_heads
-            segments = segments_of(library, device, (rows,) * pairs, batch, kv_heads) if grows else None
-            self._state = empty_state(library, device, kind, batch, kv_heads, numbers, *sizes, segments)
+    # ---- tokens -----------------------------------------------------------------------------------------------------
 
     def _extended(self, call: ExtendCall, out: Any) -> Any:
         """What ``extend`` returns."""
-        results = self._take(call)[:2 if call.return_lse else 1]
+        results = (self._take if call.commits else self._attend)(call)[:2 if call.return_lse else 1]
         if out is not None:
             return out if not call.return_lse else tuple(out)
         assert call.query is not None
@@ -89,46 +54,60 @@ class KeyCache:
         if self._record is not None:
             with self._here():
                 self._record.append(self._state, call)
-        return self._module.cache_extend(self._state, call)
+        found = self._module.cache_extend(self._state, call)
+        self._attended.forget(self._state)
+        return found
 
-    def reset(self) -> None:
-        """Remove all tokens, in place."""
+    def _attend(self, call: ExtendCall) -> tuple[Any, Any]:
         with self._here():
-            forget(self._state)
+            arrays = self._attended.arrays(self._state, call)
+        found = self._module.cache_extend(self._state, call)
+        with self._here():
+            self._attended.remember(self._state, call, arrays)
+        return found
+
+    def commit(self, n: int | Ints) -> None:
+        """Append the first ``n`` tokens of the last ``attend`` to each of its sequences.
+
+        The cache then holds what ``extend`` of these tokens alone would have left; the others have changed nothing.
+
+        Parameters
+        ----------
+        n : int, or int32 or int64 array ``(B,)`` or list; ``(n,)`` after an ``attend`` with ``slots``
+            0 to ``L``. Tokens that are not real are never appended.
+
+        Raises
+        ------
+        RuntimeError
+            There was no ``attend``, or the cache has changed since: ``commit``, ``extend``, ``update``, ``reset``,
+            ``reorder`` and ``load_state_dict`` change it. After an ``attend`` in a CUDA graph this is not known, and
+            ``commit`` appends tokens of the last replay.
+        TypeError, ValueError
+            ``n`` has the wrong type, shape, device or value. Values in GPU memory are only checked with
+            ``CUPY_DMA_CHECK=1``. Whatever is raised, nothing has changed.
+
+        >>> from cupy_dma import DynamicCache
+        >>> cache = DynamicCache(1, 2, window=4, head_dim=8, dtype="float32")
+        >>> drafted = np.ones((1, 5, 2, 8), np.float32)
+        >>> out = cache.attend(drafted, drafted, drafted, np.zeros((1, 2, 5), np.float32))
+        >>> cache.commit(3)
+        >>> cache.length
+        array([3])
+        """
+        with self._here():
+            call = self._attended.update(self._state, n)
+        self._take(call)
+
+    def reset(self, slots: Ints | None = None) -> None:
+        """Remove all tokens, in place, or those of the sequences ``slots``, as for ``extend``."""
+        chosen = None if slots is None else checked_slots(self._state, slots)
+        with self._here():
+            forget(self._state, None if chosen is None else named(self._state, chosen))
         if self._record is not None:
-            self._record.forget()
+            self._record.forget(slots is not None)
+        self._attended.forget(self._state)
 
     # ---- contents ---------------------------------------------------------------------------------------------------
-
-    @property
-    def batch(self) -> int:
-        """``B``: sequences."""
-        return self._state.batch
-
-    @property
-    def kv_heads(self) -> int:
-        """``Hkv``."""
-        return self._state.kv_heads
-
-    @property
-    def head_dim(self) -> int:
-        """``D`` of queries and keys."""
-        return self._state.head_dim
-
-    @property
-    def window(self) -> Window:
-        """``w``: highest-scored keys that are kept; a tuple if it differs between kv heads."""
-        return self._state.window
-
-    @property
-    def sinks(self) -> int:
-        """First tokens that are kept as well."""
-        return self._state.sinks
-
-    @property
-    def recent(self) -> int:
-        """Last tokens that are kept as well."""
-        return self._state.recent
 
     @property
     def _is_growing(self) -> bool:
@@ -200,14 +179,8 @@ class KeyCache:
         """Size of the cache's arrays in bytes."""
         arrays, segments = [getattr(self._state, name) for name in ARRAYS], self._state.segments
         arrays += [segments.count, segments.start] if segments else []
-        return sum(prod(x.shape) * numpy_dtype(x.dtype).itemsize for x in arrays) + (
+        return self._attended.memory_bytes + sum(prod(x.shape) * numpy_dtype(x.dtype).itemsize for x in arrays) + (
             self._record.memory_bytes if self._record else 0)
-
-    def __repr__(self) -> str:
-        s = self._state
-        return (f"{type(self).__name__}(batch={s.batch}, kv_heads={s.kv_heads}, window={s.window}, "
-                f"head_dim={s.head_dim}, value_dim={s.value_dim}, dtype={s.key.dtype!r}, sinks={s.sinks}, "
-                f"recent={s.recent}, library={s.library.name!r}, device={str(s.device)!r})")
 
     # ---- whole sequences --------------------------------------------------------------------------------------------
 
@@ -225,6 +198,7 @@ class KeyCache:
             else:  # of a cache that grows
                 self._state = self._selected_state(rows, segments)
             self._record = record
+        self._attended.forget(self._state)
 
     def select_batch(self: Own, indices: Ints) -> Own:
         """A new cache of the sequences ``indices (n,)``, as for ``reorder``; they may repeat."""
@@ -241,6 +215,7 @@ class KeyCache:
             found._module, found._backend = self._module, self._backend
             found._state = self._selected_state(rows, segments)
             found._record = self._record and self._record.selected(rows)
+            found._attended = Attended()
         return found
 
     def _selected_state(self, rows: Any, segments: Segments | None) -> CacheState:
@@ -295,6 +270,7 @@ class KeyCache:
                 record.load(same_kind(self._state.scores, saved[NAME], f"saved[{NAME!r}]").array)
             load(self._state, saved)
             self._record = record
+        self._attended.forget(self._state)
 
     def _slots(self) -> tuple[Any, Any, Any, Any]:
         """Keys, values, scores and positions ``(B, Hkv, R, ...)``, without segments the cache's own arrays."""
@@ -309,9 +285,4 @@ class KeyCache:
         with self._here():
             copy_rows(other._state, self._state)
             self._record = other._record and other._record.selected()
-
-    def _here(self) -> AbstractContextManager:
-        return self._state.library.on(self._state.device)
-
-    def _export(self, array: Any) -> Any:
-        return self._state.library.export(array)
+        self._attended.forget(self._state)

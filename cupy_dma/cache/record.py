@@ -1,7 +1,8 @@
 """The scores of all tokens of a cache, from which its selection can be done again: the stops of all keys.
 
 What a cache keeps follows from scores alone, so for its whole history 4 bytes per token and kv head say when each key
-was evicted. Room for them doubles when it is used up; the host counts how many tokens there can be.
+was evicted. Room for them doubles when it is used up. The host counts how many tokens there can be, and reads how many
+there are before it enlarges the room of sequences that get tokens and are reset on their own.
 """
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from math import inf
 from typing import Any
 
 from cupy_dma.arrays import Operand
+from cupy_dma.cache.chosen import Chosen
 from cupy_dma.cache.slots import index
 from cupy_dma.cache.state import CacheState, ExtendCall
 from cupy_dma.masks.runs import NEVER
@@ -25,48 +27,58 @@ class Record:
     def __init__(self) -> None:
         self.scores: Any = None  # (B, Hkv, room): those of the tokens so far, then anything; None: no room
         self.most = 0  # tokens of the longest sequence, or more
+        self.is_loose = False  # whether it may be many more: where sequences join and leave
 
     @property
     def memory_bytes(self) -> int:
         return 0 if self.scores is None else self.scores.nbytes
 
+    @property
+    def room(self) -> int:
+        """For so many tokens of a sequence."""
+        return 0 if self.scores is None else self.scores.shape[2]
+
     def append(self, state: CacheState, call: ExtendCall) -> None:
         """Note the scores of tokens that the cache is about to take. If it does not, they do not count."""
         library, length = state.library, call.length
-        if state.batch == 0 or length == 0:
+        if call.batch == 0 or length == 0:
             return
         if library.is_capturing(state.device):
             raise RuntimeError("a cache with record_stops=True cannot take tokens in a CUDA graph: its record grows")
+        self.is_loose = self.is_loose or call.slots is not None
+        if self.is_loose and self.most + length > self.room:
+            self.most = max(library.to_numpy(state.lengths.array).tolist())
         self._make_room(state, self.most + length)
+        sequence = index(state, state.batch) if call.slots is None else Chosen.by(state, call.slots).rows
+        before = state.lengths.array[sequence]
         scores, head = call.scores.array, index(state, state.kv_heads)[:, None]
         if call.cu_seqlens is None:
-            position = state.lengths.array[:, None, None] + index(state, length)
-            self.scores[index(state, state.batch)[:, None, None], head, position] = scores
+            position = before[:, None, None] + index(state, length)
+            self.scores[sequence[:, None, None], head, position] = scores
         else:
             bounds = library.astype(call.cu_seqlens.array, "int32")
             number = library.search_right(bounds, library.arange(0, length, state.device)) - 1
-            number = library.astype(library.xp.clip(number, None, state.batch - 1), "int64")
-            position = (state.lengths.array - library.astype(bounds[:-1], "int64"))[number] + index(state, length)
-            self.scores[number[None], head, position[None]] = scores[0]
+            number = library.astype(library.xp.clip(number, None, call.batch - 1), "int64")
+            position = (before - library.astype(bounds[:-1], "int64"))[number] + index(state, length)
+            self.scores[sequence[number][None], head, position[None]] = scores[0]
         self.most += length
 
     def _make_room(self, state: CacheState, tokens: int) -> None:
-        room = 0 if self.scores is None else self.scores.shape[2]
-        if tokens > room:
-            shape = state.batch, state.kv_heads, max(tokens, 2 * room)
+        if tokens > self.room:
+            shape = state.batch, state.kv_heads, max(tokens, 2 * self.room)
             larger = state.library.full(shape, 0, state.scores.dtype, state.device)
             if self.scores is not None:
-                larger[:, :, :room] = self.scores
+                larger[:, :, :self.room] = self.scores
             self.scores = larger
 
-    def forget(self) -> None:
-        """Remove all tokens."""
-        self.most = 0
+    def forget(self, some: bool = False) -> None:
+        """Remove all tokens, or those of ``some`` sequences."""
+        self.most, self.is_loose = self.most if some else 0, some
 
     def selected(self, rows: Any = None) -> Record:
         """A copy, of the sequences ``rows (n,)``, by default of all."""
         found = Record()
-        found.most = self.most
+        found.most, found.is_loose = self.most, self.is_loose
         if self.scores is not None:
             found.scores = self.scores[rows] if rows is not None else self.scores + 0
         return found

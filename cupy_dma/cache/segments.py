@@ -90,13 +90,25 @@ def contents(source: CacheState, target: CacheState, rows: Any, names: Iterable[
         yield source.library.xp.where(exists, found, EMPTY[name]) if name in EMPTY else found
 
 
+def owners(state: CacheState) -> Any:
+    """int64 ``(T,)``: the sequence of each row."""
+    return _pairs(state)[1] // state.kv_heads
+
+
+def _pairs(state: CacheState) -> tuple[Any, Any]:
+    """int64 ``(T,)`` each: the rows of flat arrays, and the number of the (sequence, kv head) of each."""
+    assert state.segments is not None
+    library = state.library
+    row = library.astype(library.arange(0, sum(state.segments.sizes), state.device), "int64")
+    start = state.segments.start.array.reshape(-1)
+    return row, library.astype(library.search_right(start, row) - 1, "int64")
+
+
 def _places(source: CacheState, target: CacheState, rows: Any) -> tuple[Any, Any]:
     """For each of the target's rows: its index in the source's arrays, and whether it has one."""
     assert target.segments is not None and source.segments is not None
-    library, xp = source.library, source.library.xp
-    row = library.astype(library.arange(0, sum(target.segments.sizes), source.device), "int64")
+    xp, (row, pair) = source.library.xp, _pairs(target)
     start = target.segments.start.array.reshape(-1)
-    pair = library.astype(library.search_right(start, row) - 1, "int64")
     slot, sequence, head = row - start[pair], pair // source.kv_heads, pair % source.kv_heads
     sequence = sequence if rows is None else rows[sequence]
     if source.positions.ndim == 3:

@@ -12,7 +12,7 @@ from typing import Any
 
 from cupy_dma import checks
 from cupy_dma.arrays import Device, Library, Operand, describe
-from cupy_dma.cache.segments import PER_ROW, contents, segments_of
+from cupy_dma.cache.segments import PER_ROW, contents, owners, segments_of
 from cupy_dma.cache.slots import flagged_first, index, needed, refreshed
 from cupy_dma.cache.state import CacheState, Segments
 from cupy_dma.calls.head_dims import movable
@@ -65,12 +65,18 @@ def resized(state: CacheState, segments: Segments) -> CacheState:
     return refreshed(found)
 
 
-def forget(state: CacheState) -> None:
-    """Remove all tokens, in place."""
-    room = -state.each_window  # allocated before anything changes
+def forget(state: CacheState, sequences: Any = None) -> None:
+    """Remove all tokens, in place, or those of ``sequences``, bool ``(B,)``."""
+    xp, writes = state.library.xp, []
     for operand, value in ((state.positions, -1), (state.in_top, 0), (state.lengths, 0), (state.free, 0),
-                           (state.lowest, room)):
-        operand.array[...] = value
+                           (state.lowest, -state.each_window)):
+        if sequences is not None:
+            chosen = sequences if operand.name not in PER_ROW or state.segments is None else sequences[owners(state)]
+            chosen = chosen.reshape(-1, *(1,) * (operand.ndim - 1))
+            value = xp.where(chosen, value, operand.array)
+        writes.append((operand.array, value))
+    for array, value in writes:  # all of them were allocated before anything changes
+        array[...] = value
     state.workspace.pop(OCCUPIED, None)
 
 
@@ -81,7 +87,7 @@ def copy_rows(source: CacheState, target: CacheState, rows: Any = None, names: I
     if source is target or target.segments is not None:
         arrays = list(arrays)  # all of them before the first is overwritten
     for name, array in zip(names, arrays):
-        _bits(getattr(target, name))[...] = array
+        bits(getattr(target, name))[...] = array
     target.workspace.pop(OCCUPIED, None)
 
 
@@ -90,7 +96,7 @@ def copied(state: CacheState, names: Iterable[str] = ARRAYS) -> CacheState:
     def copy(operand: Operand) -> Operand:
         array = state.library.empty(operand.shape, operand.dtype, state.device)
         made = state.library.operand(array, operand.name)
-        _bits(made)[...] = _bits(operand)
+        bits(made)[...] = bits(operand)
         return made
 
     return state.having({name: copy(getattr(state, name)) for name in names})
@@ -137,7 +143,7 @@ def _needed_first(state: CacheState) -> CacheState:
     batch, head = index(state, state.batch)[:, None, None], index(state, state.kv_heads)[:, None]
     found = copied(state, PER_ROW)
     for name in PER_ROW:
-        _bits(getattr(found, name))[...] = _bits(getattr(state, name))[batch, head, order]
+        bits(getattr(found, name))[...] = bits(getattr(state, name))[batch, head, order]
     return found
 
 
@@ -159,5 +165,5 @@ def same_kind(here: Operand, array: Any, name: str) -> Operand:
     return here.library.operand(here.library.from_numpy(values, here.device), name)
 
 
-def _bits(operand: Operand) -> Any:
+def bits(operand: Operand) -> Any:
     return movable(operand.library, operand.array, operand.dtype)

@@ -110,7 +110,7 @@ class ExtendCall:
     """The checked arguments of ``extend`` and ``update``.
 
     Query, key, value and scores have contiguous last axes and otherwise any strides. With ``cu_seqlens`` all of them
-    are packed, as arrays with B = 1 and L = total.
+    are packed, as arrays with B = 1 and L = total. With ``slots``, B is the number of these.
     """
 
     query: Operand | None  # (B, L, H, D) of the cache's type; None: update only
@@ -119,15 +119,24 @@ class ExtendCall:
     scores: Operand  # (B, Hkv, L) of the type of the cache's scores
     scale: float
     softcap: float  # 0 = none
-    lengths: Operand | None = None  # (B,) int32 or int64, contiguous: how many of each row's first tokens are real
-    cu_seqlens: Operand | None = None  # (cache's B + 1,) int32 or int64, contiguous
+    lengths: Operand | None = None  # (B,) int32 or int64, contiguous: how many of each row's first tokens are real;
+    # with cu_seqlens, at most so many of each sequence's
+    cu_seqlens: Operand | None = None  # (B + 1,) int32 or int64, contiguous
     return_lse: bool = False  # whether the caller wants lse; a backend may return None for it otherwise
     out: Operand | None = None  # (B, L, H, Dv) of query's type, contiguous: where to write; None: allocate it
     lse: Operand | None = None  # (B, H, L) float32 (float64), contiguous: where to write, with return_lse
     bias_delay: int = 0  # a key's score is added for tokens at least so far behind it (SPEC section 16)
     is_biased: bool = True  # False: scores only select
+    slots: Operand | None = None  # (B,) int32, contiguous: the cache's sequence that each of the call's is; -1: none,
+    # its tokens are ignored as with lengths 0. None: all of them, in order. No sequence is named twice
+    commits: bool = True  # False: the cache does not change
 
     @property
     def length(self) -> int:
         """``L``; with ``cu_seqlens`` the total."""
         return self.key.shape[1]
+
+    @property
+    def batch(self) -> int:
+        """Sequences."""
+        return self.key.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from cupy_dma import checks
-from cupy_dma.arrays import Device, Library, Operand
+from cupy_dma.arrays import Device, Library, Operand, numpy_dtype
 from cupy_dma.calls.types import AttentionBackwardCall, AttentionCall
 
 
@@ -31,6 +31,13 @@ def backward_with_equal_dims(call: AttentionBackwardCall) -> AttentionBackwardCa
 def movable(library: Library, array: Any, dtype: str) -> Any:
     """The array in a type that every library can copy: bfloat16 is viewed as 16-bit integers."""
     return array.view(library.xp.int16) if dtype == "bfloat16" else array
+
+
+def unmoved(library: Library, array: Any, dtype: str) -> Any:
+    """The inverse of ``movable``: the array in its own type."""
+    if dtype != "bfloat16":
+        return array
+    return array.view(library.xp.bfloat16 if library.name == "torch" else numpy_dtype(dtype))
 
 
 def widened(operand: Operand, size: int) -> Operand:

@@ -7,6 +7,7 @@ from cupy_dma import checks
 from cupy_dma.backends.numpy.selection import prefix_stop
 from cupy_dma.backends.numpy.varlen import attention
 from cupy_dma.cache.chunked_prefill import delivered, extend_chunk
+from cupy_dma.cache.chosen import Chosen
 from cupy_dma.cache.segments import PER_ROW, rectangular
 from cupy_dma.cache.slots import index, needed, refreshed, rows
 from cupy_dma.cache.snapshot import OCCUPIED, copied, copy_rows
@@ -20,7 +21,7 @@ NAMES = (*COUNTED, "lowest", "lowest_score", "free")
 
 def cache_extend(state: CacheState, call: ExtendCall) -> tuple[Any, Any]:
     """``out`` and ``lse``; see ``cupy_dma.backends``."""
-    if call.length == 1 and call.cu_seqlens is None and state.batch:
+    if call.length == 1 and call.cu_seqlens is None and call.batch and call.commits:
         with state.library.on(state.device):
             return _step(state, call)
     return extend_chunk(prefix_stop, attention, state, call)
@@ -28,14 +29,18 @@ def cache_extend(state: CacheState, call: ExtendCall) -> tuple[Any, Any]:
 
 def _step(state: CacheState, call: ExtendCall) -> tuple[Any, Any]:
     """One token per sequence: it takes a free slot, the slot of the key it evicts, or none."""
-    slots = _occupied(state) + 2  # one for the token and one for the next
-    held = _first_slots(state, slots)
-    after, library, xp, position = copied(held, COUNTED), state.library, state.library.xp, state.lengths.array + 0
-    batch, head = index(state, state.batch)[:, None], index(state, state.kv_heads)
-    top, lowest, free, score = after.in_top.array, state.lowest.array, state.free.array, call.scores.array[:, :, 0]
+    slots, chosen = _occupied(state) + 2, None  # one for the token and one for the next
+    if call.slots is None:
+        held = _first_slots(state, slots)
+    else:
+        chosen = Chosen.by(state, call.slots)
+        held, call = chosen.copied(state, slots), chosen.call(state, call)
+    after, library, xp, position = copied(held, COUNTED), state.library, state.library.xp, held.lengths.array + 0
+    batch, head = index(state, call.batch)[:, None], index(state, state.kv_heads)
+    top, lowest, free, score = after.in_top.array, held.lowest.array, held.free.array, call.scores.array[:, :, 0]
     has_room = lowest < 0
     evicted = library.astype(xp.where(has_room, 0, lowest), "int64")
-    real = library.full((state.batch,), True, "bool", state.device) if call.lengths is None else call.lengths.array > 0
+    real = library.full((call.batch,), True, "bool", state.device) if call.lengths is None else call.lengths.array > 0
     enters = real[:, None] & (has_room | xp.isnan(score) | (score >= held.scores.array[batch, head, evicted]))
     enters = enters & ~(score < state.threshold)
     stored = real[:, None] & (enters | (position < state.sinks)[:, None] | (state.recent > 0))
@@ -62,11 +67,16 @@ def _step(state: CacheState, call: ExtendCall) -> tuple[Any, Any]:
         for target, row in zip(targets, before):
             target[batch, head, slot] = row
         raise
-    if state.segments is None:
+    if chosen is None and state.segments is None:
         copy_rows(after, held, names=NAMES)
     else:  # what is held are copies
-        place = state.segments.start.array + slot
-        copy_rows(after, state, names=NAMES)
+        place = (batch if chosen is None else chosen.rows[:, None], head, slot)
+        if held.segments is not None:
+            place = held.segments.start.array + slot
+        if chosen is None:
+            copy_rows(after, state, names=NAMES)
+        else:
+            chosen.put(after, held, state, NAMES)
         for operand, row in zip((state.key, state.value), fresh):
             rows(state, operand)[place] = row
     state.workspace[OCCUPIED] = min(slots - 1, state.rows)
