@@ -148,28 +148,30 @@ class GatedCache(KeyCache):
         self._take(call)
 
     def _take(self, call: ExtendCall) -> tuple[Any, Any]:
-        if self._grows:
-            self._refuse_graphs()
-            with self._here():
-                self._make_room(call)
+        self._make_room(call)
         return super()._take(call)
 
     def _attend(self, call: ExtendCall) -> tuple[Any, Any]:
-        if self._grows:
-            self._refuse_graphs()
+        self._make_room(call)
         return super()._attend(call)
 
-    def _refuse_graphs(self) -> None:
-        if self._state.library.is_capturing(self._state.device):
+    def _make_room(self, call: ExtendCall) -> None:
+        """Rows for the open keys that there can be after the call, in a cache that grows."""
+        state = self._state
+        if not self._grows:
+            return
+        if state.library.is_capturing(state.device):
             raise RuntimeError("a GatedCache without a capacity cannot take tokens in a CUDA graph: it may have to "
                                "grow; give it a capacity")
-
-    def _make_room(self, call: ExtendCall) -> None:
-        """Rows for the open keys that there can be after the call."""
-        state = self._state
         if call.length <= self._room:
             self._room -= call.length
             return
+        with self._here():
+            self._count(call)
+
+    def _count(self, call: ExtendCall) -> None:
+        """The same, by the numbers of open keys that there are."""
+        state = self._state
         assert state.segments is not None
         left = state.library.xp.clip(-state.lowest.array, 0, None) - _open(state, call)  # ``lowest`` counts room
         lefts, besides = state.library.to_numpy(left).ravel().tolist(), state.sinks + state.recent

@@ -19,9 +19,15 @@ def later(move, end=60):
     return HISTORY.tokens(BEGIN, end, move)
 
 
-def in_packed_rows(cache, move):
+def in_packed_rows(cache, move, **how):
     rows, bounds = packed(HISTORY.tokens(BEGIN, BEGIN + 5), [2, 5])
-    return cache.extend(*map(move, rows), cu_seqlens=move(bounds))
+    return cache.extend(*map(move, rows), cu_seqlens=move(bounds), **how)
+
+
+def attend_and_commit(cache, move):
+    out = cache.attend(*later(move))
+    cache.commit(move(np.array([2, 7])))
+    return out
 
 
 def another_state(move):
@@ -42,6 +48,13 @@ CALLS = {
     "reorder": lambda cache, move: cache.reorder(move(np.array([1, 1]))),
     "load_state_dict": lambda cache, move, saved={}: cache.load_state_dict(
         saved.get((move, HISTORY.window)) or saved.setdefault((move, HISTORY.window), another_state(move))),
+    "one token of one slot": lambda cache, move: cache.extend(
+        *map(move, (x[:1] for x in HISTORY.tokens(BEGIN, BEGIN + 1))), slots=move(np.array([1]))),
+    "many tokens of one slot": lambda cache, move: cache.extend(*later(move), slots=move(np.array([1, -1]))),
+    "packed tokens of slots": lambda cache, move: in_packed_rows(cache, move, slots=move(np.array([1, 0]))),
+    "attend": lambda cache, move: cache.attend(*later(move), return_lse=True),
+    "commit": attend_and_commit,
+    "reset of one slot": lambda cache, move: cache.reset(move(np.array([1]))),
     "reset": lambda cache, move: cache.reset(),
     "select_batch": lambda cache, move: cache.select_batch([1]).length,
     "clone": lambda cache, move: cache.clone().length,

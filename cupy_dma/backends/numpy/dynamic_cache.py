@@ -6,8 +6,8 @@ from typing import Any
 from cupy_dma import checks
 from cupy_dma.backends.numpy.selection import prefix_stop
 from cupy_dma.backends.numpy.varlen import attention
-from cupy_dma.cache.chunked_prefill import delivered, extend_chunk
 from cupy_dma.cache.chosen import Chosen
+from cupy_dma.cache.chunked_prefill import delivered, extend_chunk
 from cupy_dma.cache.segments import PER_ROW, rectangular
 from cupy_dma.cache.slots import index, needed, refreshed, rows
 from cupy_dma.cache.snapshot import OCCUPIED, copied, copy_rows

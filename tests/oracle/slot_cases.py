@@ -1,0 +1,182 @@
+"""A cache whose sequences come and go in slots, beside one cache for each sequence alone. One copy for NumPy, torch, CuPy
+and the emulator."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from cupy_dma.cache.snapshot import ARRAYS
+from tests.oracle import reference
+from tests.oracle.arrays import host
+from tests.oracle.cache_cases import History, packed
+
+OPERATIONS = ("extend", "extend", "extend", "update", "speculate", "speculate", "reset", "all")
+
+
+@dataclass
+class Text:
+    """The tokens of one sequence, from its reset to the next."""
+
+    case: History  # of batch 1
+    done: int = 0
+    outs: list[Any] = field(default_factory=list)  # (begin, out (L, H, Dv), lse (H, L)) of its tokens
+
+    def alone(self, convert: Callable, **options: Any) -> Any:
+        """A cache of its own that has had its tokens one by one, or in one call."""
+        cache = self.case.cache(convert, **options)
+        if self.done:
+            cache.update(*self.case.tokens(0, self.done, convert)[1:])
+        return cache
+
+    def check(self, tf32: bool) -> None:
+        """All that was computed is what attention over the text computes, of rejected tokens, too."""
+        if not any(len(out) for _, out, _ in self.outs):
+            return
+        begins, outs, lses = zip(*self.outs)
+        tokens = np.concatenate([np.arange(begin, begin + len(out)) for begin, out in zip(begins, outs)])
+        (ref, plain), (ref_lse, plain_lse) = self.case.oracle(tf32=tf32)
+        for found, wanted, same_precision in ((np.concatenate(outs), ref[0, tokens], plain[0, tokens]),
+                                              (np.concatenate(lses, 1), ref_lse[0][:, tokens], plain_lse[0][:, tokens])):
+            reference.assert_matches_reference(found, wanted, same_precision, found.dtype)
+
+
+@dataclass
+class Slots:
+    """``case.batch`` slots; ``case.length`` is the most tokens of a text."""
+
+    case: History
+    rng: np.random.Generator
+    convert: Callable = np.asarray
+    tf32: bool = False
+    most: int = 6  # tokens of a call
+    options: dict[str, Any] = field(default_factory=dict)  # of the cache
+
+    def __post_init__(self) -> None:
+        self.cache = self.case.cache(self.convert, **self.options)
+        self.texts = [self._text(slot) for slot in range(self.case.batch)]
+
+    def _text(self, seed: int) -> Text:
+        return Text(replace(self.case, batch=1, seed=seed))
+
+    def arrays(self, slot: int) -> list[bytes]:
+        """What is stored of a sequence: all, or of a cache that grows what is kept."""
+        one = self.cache.select_batch([slot])
+        if getattr(one, "capacity", 0) is None:
+            return [x.tobytes() for x in _ordered(one)]
+        return [np.array(host(getattr(one._state, name).array)).tobytes() for name in ARRAYS]
+
+    def run(self, operations: int) -> None:
+        for _ in range(operations):
+            self.step(str(self.rng.choice(OPERATIONS)))
+        for text in self.texts:
+            text.check(self.tf32)
+
+    def step(self, what: str) -> None:
+        """One call, after which sequences that it does not name are what they were, bit for bit."""
+        rng, batch = self.rng, self.case.batch
+        before = [self.arrays(slot) for slot in range(batch)]
+        slots = rng.permutation(batch)[:rng.integers(0, batch + 1)]
+        slots = np.where(rng.random(len(slots)) < 0.2, -1, slots).astype(rng.choice(["int32", "int64"]))
+        if what == "all":
+            slots = np.arange(batch)
+        named = slots[slots >= 0].tolist()
+        if what == "reset":
+            self.cache.reset(self.convert(slots) if rng.random() < 0.5 else slots.tolist())
+            for slot in named:
+                self.texts[slot].check(self.tf32)
+                self.texts[slot] = self._text(int(rng.integers(1000)))
+        else:
+            self._tokens(what, slots)
+        assert all(self.arrays(slot) == before[slot] for slot in set(range(batch)) - set(named))
+        lengths = host(self.cache.length).tolist()
+        assert lengths == [text.done for text in self.texts]
+        for slot in named:
+            if self.texts[slot].done:
+                self._check_kept(slot)
+
+    def _check_kept(self, slot: int) -> None:
+        """It holds what the sequence would hold alone."""
+        text = self.texts[slot]
+        one, alone = self.cache.select_batch([slot]), text.alone(self.convert, **self.options)
+        text.case.check_kept(one, text.done - 1)
+        for mine, theirs in zip(_ordered(one), _ordered(alone)):
+            np.testing.assert_array_equal(mine, theirs)
+        if self.cache._record is not None:
+            np.testing.assert_array_equal(host(one.stops()), host(alone.stops()))
+
+    def _tokens(self, what: str, slots: np.ndarray) -> None:
+        """``extend``, ``update``, or ``attend`` and ``commit`` of some tokens for these slots."""
+        rng, n = self.rng, len(slots)
+        speculates = what == "speculate"
+        room = [self.case.length - self.texts[slot].done if slot >= 0 else self.most for slot in slots]
+        most = int(min([rng.choice([1, 1, 2, self.most]), *room]))
+        added = rng.integers(0, most + 1, n) if rng.random() < 0.5 else np.full(n, most)
+        tokens = [np.stack(x) for x in zip(*[self._of(slot, most) for slot in slots])] if n else [
+            x[None][:0] for x in self._of(-1, most)]
+        how: dict[str, Any] = {"slots": slots} if what != "all" or rng.random() < 0.5 else {}
+        if n and rng.random() < 0.3:
+            tokens, how["cu_seqlens"] = packed(tokens, added, behind := int(rng.integers(0, 3)))
+            how["tail_padding"] = behind > 0
+        elif (added < most).any():
+            how["lengths"] = added
+        arrays = [self.convert(x) for x in tokens]
+        how = {name: self.convert(x) if isinstance(x, np.ndarray) else x for name, x in how.items()}
+        if what == "update":
+            self.cache.update(*arrays[1:], **how)
+            kept = added
+        else:
+            call = self.cache.attend if speculates else self.cache.extend
+            out, lse = (host(x) for x in call(*arrays, **how, **self.case.call, scale=self.case.scale,
+                                              softcap=self.case.softcap, return_lse=True))
+            self._note(out, lse, slots, added, how.get("cu_seqlens") is not None)
+            kept = added
+        if speculates:
+            kept = np.minimum(self._commit(n, most), added)
+        for slot, count in zip(slots, kept):
+            if slot >= 0:
+                self.texts[slot].done += int(count)
+
+    def _commit(self, n: int, most: int) -> np.ndarray:
+        """Commit some of what was attended to, the same number for all or one for each: of how many tokens."""
+        if self.rng.random() < 0.3:
+            count = int(self.rng.integers(0, most + 1))
+            self.cache.commit(count)
+            return np.full(n, count)
+        counts = self.rng.integers(0, most + 1, n)
+        self.cache.commit(self.convert(counts))
+        return counts
+
+    def _of(self, slot: int, n: int) -> list[np.ndarray]:
+        """The next ``n`` tokens of a sequence, NaN for none."""
+        text = self.texts[max(slot, 0)]
+        begin = text.done if slot >= 0 else 0
+        found = [x[0] for x in text.case.tokens(begin, begin + n)]
+        return found if slot >= 0 else [np.full_like(x, np.nan) for x in found]
+
+    def _note(self, out: np.ndarray, lse: np.ndarray, slots: np.ndarray, added: np.ndarray, is_packed: bool) -> None:
+        """Remember the results of real tokens; those of others are 0."""
+        ends = np.cumsum(added)
+        if is_packed:
+            assert not out[ends[-1] if len(ends) else 0:].any()
+        for i, (slot, n) in enumerate(zip(slots, added)):
+            own = slice(ends[i] - n, ends[i])
+            mine, its = (out[own], lse[:, own]) if is_packed else (out[i], lse[i])
+            real = n if slot >= 0 else 0
+            assert not mine[real:].any() and (its[:, real:] == -np.inf).all()
+            if slot >= 0:
+                text = self.texts[slot]
+                text.outs.append((text.done, mine[:n].copy(), its[:, :n].copy()))
+
+
+def _ordered(cache: Any) -> list[np.ndarray]:
+    """Keys, values, scores and positions of what a cache of one sequence keeps, oldest first."""
+    key, value, scores, _ = (np.array(host(x)) for x in cache._slots())
+    where = np.array(host(cache.positions))
+    found = []
+    for head in range(where.shape[1]):
+        order = [i for i in np.argsort(where[0, head], kind="stable") if where[0, head, i] >= 0]
+        found += [x[0, head, order] for x in (key, value, scores, where)]
+    return found
