@@ -140,6 +140,61 @@ def test_the_first_step_is_captured_by_cupy():
         history.check_kept(cache)
 
 
+@pytest.mark.feature("cuda forward", "DynamicCache", "slots, attend, commit")
+@PIECES
+@pytest.mark.parametrize("window", [24, (24, 9)])
+@pytest.mark.usefixtures("uncollected")
+def test_a_graph_serves_any_slots(torch, length, window):
+    """Requests join and leave between replays of one graph, which also resets a slot and attends before it appends."""
+    history = history_of(length, window=window, sinks=2, recent=3, batch=4)
+    move, rng = to("torch"), np.random.default_rng(0)
+    cache, eager = history.cache(move), history.cache(move)
+    static = [x[:3].clone() for x in history.tokens(0, length, move)]
+    slots, left, counts, accepted = (move(np.full(n, value)) for n, value in ((3, -1), (1, -1), (3, 0), (3, 0)))
+
+    def round_of(of):
+        of.reset(left)
+        found = of.extend(*static, lengths=counts, slots=slots)
+        drafted = of.attend(*static, slots=slots, return_lse=True)
+        of.commit(accepted)
+        return found, *drafted
+
+    round_of(cache)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = round_of(cache)
+    for begin in range(0, history.length, length):
+        numbers = rng.permutation(4)
+        for target, fresh in ((slots, np.where(rng.random(3) < 0.2, -1, numbers[:3])), (left, numbers[3:]),
+                              (counts, rng.integers(0, length + 1, 3)), (accepted, rng.integers(0, length + 1, 3))):
+            target.copy_(move(fresh))
+        for target, fresh in zip(static, history.tokens(begin, begin + length, move)):
+            target.copy_(fresh[:3])
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(results, round_of(eager)))
+        assert torch.equal(cache.length, eager.length) and same(torch, cache, eager)
+    assert cache.length.max() > 0
+
+
+@pytest.mark.usefixtures("uncollected")
+def test_commit_after_each_replay_of_an_attend(torch):
+    history, move, rng = history_of(4, batch=3), to("torch"), np.random.default_rng(0)
+    cache, eager, static = history.cache(move), history.cache(move), history.tokens(0, 4, move)
+    cache.attend(*static)  # compiles
+    cache.attend(*history.tokens(0, 3, move))  # another shape gives up the arrays of the first
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        cache.attend(*static)
+    for begin in range(0, history.length, 4):
+        tokens, n = history.tokens(begin, begin + 4, move), move(rng.integers(0, 5, 3))
+        for target, fresh in zip(static, tokens):
+            target.copy_(fresh)
+        graph.replay()
+        cache.commit(n)
+        eager.extend(*tokens, lengths=n)
+        assert torch.equal(cache.length, eager.length) and same(torch, cache, eager)
+
+
 # ---- nothing waits, nothing grows ----
 def every_call(cache, tokens, rows, bounds, counts, order):
     """All that a decode loop does, on arrays that lie on the device. To be called one after the other: a stream takes
@@ -148,7 +203,10 @@ def every_call(cache, tokens, rows, bounds, counts, order):
             lambda: cache.extend(*rows, cu_seqlens=bounds), lambda: cache.update(*tokens[1:]),
             lambda: cache.reorder(order), lambda: cache.kept().positions, lambda: cache.positions,
             lambda: cache.length, lambda: cache.select_batch(order).length, lambda: cache.clone().length,
-            lambda: cache.state_dict()["lengths"]]
+            lambda: cache.state_dict()["lengths"], lambda: cache.extend(*tokens, slots=order),
+            lambda: cache.attend(*rows, cu_seqlens=bounds, slots=order), lambda: cache.commit(counts),
+            lambda: cache.attend(*tokens), lambda: cache.commit(1), lambda: cache.reset(order[:1]),
+            lambda: cache.length]
 
 
 def results_of(calls, around=contextlib.nullcontext):
@@ -157,7 +215,8 @@ def results_of(calls, around=contextlib.nullcontext):
     for call in calls:
         with around():
             results.append(call())
-    assert [x is None for x in results] == [False] * 3 + [True] * 2 + [False] * 6  # update and reorder return nothing
+    silent = [3, 4, 13, 15, 16]  # update, reorder, commit and reset return nothing
+    assert [i for i, x in enumerate(results) if x is None] == silent
     return [x for x in results if x is not None]
 
 

@@ -1,5 +1,5 @@
-"""A cache whose sequences come and go in slots, beside one cache for each sequence alone. One copy for NumPy, torch, CuPy
-and the emulator."""
+"""A cache whose sequences come and go in slots, beside one cache for each sequence alone. One copy for NumPy, torch,
+CuPy and the emulator."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ class Text:
     outs: list[Any] = field(default_factory=list)  # (begin, out (L, H, Dv), lse (H, L)) of its tokens
 
     def alone(self, convert: Callable, **options: Any) -> Any:
-        """A cache of its own that has had its tokens one by one, or in one call."""
+        """A cache of its own that has had its tokens in one call."""
         cache = self.case.cache(convert, **options)
         if self.done:
             cache.update(*self.case.tokens(0, self.done, convert)[1:])
@@ -38,9 +38,9 @@ class Text:
         begins, outs, lses = zip(*self.outs)
         tokens = np.concatenate([np.arange(begin, begin + len(out)) for begin, out in zip(begins, outs)])
         (ref, plain), (ref_lse, plain_lse) = self.case.oracle(tf32=tf32)
-        for found, wanted, same_precision in ((np.concatenate(outs), ref[0, tokens], plain[0, tokens]),
-                                              (np.concatenate(lses, 1), ref_lse[0][:, tokens], plain_lse[0][:, tokens])):
-            reference.assert_matches_reference(found, wanted, same_precision, found.dtype)
+        out, lse = np.concatenate(outs), np.concatenate(lses, 1)
+        reference.assert_matches_reference(out, ref[0, tokens], plain[0, tokens], out.dtype)
+        reference.assert_matches_reference(lse, ref_lse[0][:, tokens], plain_lse[0][:, tokens], lse.dtype)
 
 
 @dataclass

@@ -42,7 +42,8 @@ ROWS: dict[str, dict[str, str]] = {
     "DynamicCache": dict.fromkeys((
         "extend, one token at a time", "extend, pieces of any lengths", "extend, every split of a prompt",
         "lengths, cu_seqlens", "update", "reorder, select_batch, clone, state_dict",
-        "10^4 steps (`cuda`: 10^5) keep the right keys", "CUDA graphs", "stops, replayed", "slots, attend, commit"), ""),
+        "10^4 steps (`cuda`: 10^5) keep the right keys", "CUDA graphs", "stops, replayed",
+        "slots, attend, commit"), ""),
     "GatedCache": {"extend, stops, replayed": "", "slots, attend, commit": ""},
     "torch": dict.fromkeys((
         "autograd", "torch.compile", "autocast", "CUDA graphs",

@@ -158,7 +158,8 @@ def test_errors_of_commit(n, kind, message):
 
 @pytest.mark.parametrize(("slots", "kind", "message"), [
     ([0, 2], ValueError, r"slots must lie between -1 \(none\) and 1 \(the cache has a batch of 2\), got \[0, 2\]"),
-    (np.array([-2, 0]), ValueError, "slots must lie between -1"), ([1, 1], ValueError, "slots must name no sequence twice"),
+    (np.array([-2, 0]), ValueError, "slots must lie between -1"),
+    ([1, 1], ValueError, "slots must name no sequence twice"),
     ([0, 1, -1], ValueError, "slots must name each of the cache's 2 sequences at most once, got 3"),
     (np.ones(2), TypeError, "slots must be int32 or int64, got float64"),
     (np.zeros((1, 1), int), ValueError, r"slots must have shape \(n,\), got \(1, 1\)"),

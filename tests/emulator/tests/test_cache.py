@@ -1,9 +1,12 @@
 """The cuda backend's way of taking many tokens at once, on the CPU emulator."""
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from cupy_dma.cache import gated_cache
 from tests.oracle.cache_cases import History, packed
+from tests.oracle.slot_cases import Slots
 from tests.unit.test_gated_cache import Gates
 
 
@@ -103,3 +106,15 @@ def test_packed_chunks(options):
     history.check(np.stack([np.concatenate([out for out, _ in parts]) for parts in outs]),
                   np.stack([np.concatenate([lse for _, lse in parts], 1) for parts in outs]), tf32=True)
     history.check_kept(cache)
+
+
+@pytest.mark.feature("cuda forward", "DynamicCache", "slots, attend, commit")
+@pytest.mark.feature("cuda forward", "GatedCache", "slots, attend, commit")
+@pytest.mark.parametrize("case", [
+    History(sinks=1, recent=2), History(window=(9, 3), dtype="float16", scores="nan"), Gates(dtype="float16"),
+    Gates(dtype="float16", capacity=(3, 5))], ids=str)
+def test_sequences_come_and_go(case, monkeypatch):
+    for name, value in (("ROWS", 2), ("SPARE", 1), ("MULTIPLE", 1)):
+        monkeypatch.setattr(gated_cache, name, value)
+    Slots(replace(case, batch=3, length=24, head_dim=16), np.random.default_rng(0), tf32=True,
+          options={"backend": "emulator"}).run(16)
