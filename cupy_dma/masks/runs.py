@@ -51,7 +51,8 @@ def spread(library: Library, array: Any, name: str, shape: tuple[int, ...]) -> O
 def gated(xp: Any, bias: Any, key: Any, never: Any, delay: int, threshold: Any, sinks: int) -> Any:
     """Stops of keys at positions ``key`` whose gates have the logarithms ``bias``; ``never``: an array of NEVER."""
     forgotten = key + delay if delay + key.shape[0] < NEVER else never
-    return xp.where((bias < threshold) & (key >= min(sinks, NEVER)), forgotten, never)
+    closed = bias < threshold
+    return xp.where(closed & (key >= min(sinks, NEVER)) if sinks else closed, forgotten, never)
 
 
 def intersection(xp: Any, a: Runs, b: Runs) -> Runs:

@@ -18,10 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from cupy_dma import checks
+from cupy_dma.arrays import is_exported
 from cupy_dma.masks.interval import IntervalMask
 from cupy_dma.torch.attention import attention
 from cupy_dma.torch.options import Check, Layer, at_least, optional
 from cupy_dma.torch.registration import own_type
+
+OPEN = 1e30  # a logit whose gate is 1, with a gradient of 0
 
 
 class Gates(NamedTuple):
@@ -134,28 +137,33 @@ class RetentionGate(Layer):
         TypeError, ValueError
             A tensor has the wrong type or shape.
         """
-        counts = self._counts(x, padding, documents, checks.whole(past, "past", 0))
+        decided, sinks = self._counts(x, padding, documents, checks.whole(past, "past", 0))
         own = own_type(self.proj, x)
         kind = torch.float64 if torch.float64 in (own, x.dtype) else torch.float32
+        batch, length, _ = x.shape
         if not self.enabled:
-            return Gates(x.new_zeros((x.shape[0], self.kv_heads, x.shape[1]), dtype=kind),
+            return Gates(x.new_zeros((batch, self.kv_heads, length), dtype=kind),
                          x.new_ones((self.kv_heads,), dtype=kind))
         if padding is not None:
-            x = x.masked_fill((padding[:, -x.shape[1]:] == 0)[..., None], 0)
-        logit = self._logits(x, kind)
+            x = x.masked_fill((padding[:, -length:] == 0)[..., None], 0)
+        found = self._projected(x, kind)
         if self.training:
-            drawn = torch.rand(logit.shape, generator=generator, dtype=kind, device=x.device)
-            logit = (logit + torch.logit(drawn, eps=1e-6)) / self.temperature
-            log_gate = nn.functional.logsigmoid(logit)
+            # What does not depend on parameters first, without autograd.
+            shift = torch.rand((batch, self.kv_heads, length), generator=generator, dtype=kind, device=x.device)
+            shift = shift.logit_(1e-6).add_(self.offset).div_(self.temperature)
+            shift = _opened(shift, sinks, OPEN)
+            log_gate = nn.functional.logsigmoid(torch.add(shift, found, alpha=self.gain / self.temperature))
         else:
-            log_gate = torch.zeros_like(logit).masked_fill(logit <= 0, -torch.inf)
-        decided, sinks = counts
-        if sinks is not None:
-            log_gate = log_gate.masked_fill(sinks[:, None], 0)
+            logit = self._logits(found)
+            log_gate = _opened(torch.zeros_like(logit).masked_fill_(logit <= 0, -torch.inf), sinks, 0.0)
         gate = log_gate.exp()
+        if decided is None and not is_exported():
+            count = batch * (length - sinks)
+            kept = (gate.sum((0, 2)) - batch * sinks) / count if count else gate.new_ones((self.kv_heads,))
+            return Gates(log_gate, kept)
         if decided is None:
-            return Gates(log_gate, gate.mean((0, 2)))
-        decided = decided.expand(x.shape[:2])[:, None].to(kind)
+            decided = torch.arange(length, device=x.device)[None] >= sinks
+        decided = decided.expand(batch, length)[:, None].to(kind)
         count = decided.sum()
         return Gates(log_gate, torch.where(count > 0, (gate * decided).sum((0, 2)) / count.clamp(min=1), 1.0))
 
@@ -163,7 +171,8 @@ class RetentionGate(Layer):
         """What a ``GatedCache`` ranks keys by in evaluation: their logits, ``(B, Hkv, N)``, -inf where a gate is
         closed."""
         self._counts(x, None, None, 0)
-        logit = self._logits(x, torch.float64 if torch.float64 in (own_type(self.proj, x), x.dtype) else torch.float32)
+        kind = torch.float64 if torch.float64 in (own_type(self.proj, x), x.dtype) else torch.float32
+        logit = self._logits(self._projected(x, kind))
         return logit.masked_fill(logit <= 0, -torch.inf) if self.enabled else torch.zeros_like(logit)
 
     def mask(self, log_gate: Tensor) -> IntervalMask:
@@ -200,20 +209,23 @@ class RetentionGate(Layer):
             options.update(bias=log_gate[:, :, None], bias_delay=self.delay)
         return attention(query, key, value, mask=kept if mask is None else kept & mask, **options)
 
-    def _logits(self, x: Tensor, kind: torch.dtype) -> Tensor:
-        """``(B, Hkv, N)``, contiguous."""
+    def _projected(self, x: Tensor, kind: torch.dtype) -> Tensor:
+        """``proj(rmsnorm(x))`` as ``(B, Hkv, N)``."""
         with torch.autocast(x.device.type, enabled=False):
             x = nn.functional.rms_norm(x.to(kind), (self.width,), eps=1e-6)
             if own_type(self.proj, x) != kind:  # 16-bit parameters: their values, computed in float32
                 raw = {name: p.to(kind) for name, p in self.proj.named_parameters()}
-                found = torch.func.functional_call(self.proj, raw, (x,))
-            else:
-                found = self.proj(x)
-            return (self.offset + self.gain * found).mT.contiguous()
+                return torch.func.functional_call(self.proj, raw, (x,)).mT
+            return self.proj(x).mT
+
+    def _logits(self, found: Tensor) -> Tensor:
+        """Contiguous."""
+        return (self.offset + self.gain * found).contiguous()
 
     def _counts(self, x: Tensor, padding: Tensor | None, documents: Tensor | None,
-                past: int) -> tuple[Tensor | None, Tensor | None]:
-        """bool ``(1|B, N)`` each: tokens whose gates are used, and sinks. None: all, and none."""
+                past: int) -> tuple[Tensor | None, Tensor | int]:
+        """bool ``(1|B, N)`` each: tokens whose gates are used, and sinks. Instead, without padding and documents, None
+        and how many of the first tokens are sinks."""
         if not isinstance(x, Tensor) or not x.is_floating_point():
             raise TypeError(f"x must be a floating torch tensor, got {getattr(x, 'dtype', type(x).__name__)}")
         if x.ndim != 3 or x.shape[2] != self.width:
@@ -226,11 +238,11 @@ class RetentionGate(Layer):
             if rows is not None and tuple(rows.shape) not in ((batch, length), (1, length)):
                 raise ValueError(f"{name} must have shape (1|B, past + N) = (1|{batch}, {length}), got "
                                  f"{tuple(rows.shape)}")
+        if padding is None and (documents is None or not self.sinks):
+            return None, min(max(self.sinks - past, 0), x.shape[1])
         if not self.sinks:
-            return (None, None) if padding is None else (padding[:, past:] != 0, None)
-        if padding is None and documents is None:
-            sinks = torch.arange(past, length, device=x.device)[None] < self.sinks
-            return ~sinks, sinks
+            assert padding is not None
+            return padding[:, past:] != 0, 0
         like = padding if padding is not None else documents
         real = torch.ones_like(like, dtype=torch.bool) if padding is None else padding != 0
         rank = real.long().cumsum(1)  # 1 for the first real token
@@ -244,6 +256,15 @@ class RetentionGate(Layer):
     def extra_repr(self) -> str:
         names = ("width", "kv_heads", "hidden", "delay", "sinks", "threshold", "temperature", "offset", "gain")
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+
+
+def _opened(gates: Tensor, sinks: Tensor | int, value: float) -> Tensor:
+    """``gates (B, Hkv, N)`` with ``value`` where tokens are sinks, in place."""
+    if isinstance(sinks, Tensor):
+        return gates.masked_fill_(sinks[:, None], value)
+    if sinks:
+        gates[..., :sinks] = value
+    return gates
 
 
 def _in_range(value: Any, name: str, above: float = -math.inf, below: float = math.inf) -> float:

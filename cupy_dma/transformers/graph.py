@@ -89,7 +89,8 @@ class DecodingStep:
                             forward()
                 finally:
                     torch.cuda.current_stream().wait_stream(stream)
-                with uncollected(), torch.cuda.graph(graph):
+                # In the mode "global" any other thread that uses CUDA meanwhile aborts the capture.
+                with uncollected(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
                     logits = forward()
             finally:
                 for store, before in zip(stores, saved):
