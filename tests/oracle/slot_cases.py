@@ -78,17 +78,16 @@ class Slots:
         """One call, after which sequences that it does not name are what they were, bit for bit."""
         rng, batch = self.rng, self.case.batch
         before = [self.arrays(slot) for slot in range(batch)]
-        slots = rng.permutation(batch)[:rng.integers(0, batch + 1)]
-        slots = np.where(rng.random(len(slots)) < 0.2, -1, slots).astype(rng.choice(["int32", "int64"]))
+        slots = rng.permutation(batch)[:0 if rng.random() < 0.05 else rng.integers(1, batch + 1)]
+        slots = np.where(rng.random(len(slots)) < 0.25, -1, slots).astype(rng.choice(["int32", "int64"]))
         if what == "all":
             slots = np.arange(batch)
         named = slots[slots >= 0].tolist()
+        full = [slot for slot in named if self.texts[slot].done + self.most > self.case.length]
         if what == "reset":
-            self.cache.reset(self.convert(slots) if rng.random() < 0.5 else slots.tolist())
-            for slot in named:
-                self.texts[slot].check(self.tf32)
-                self.texts[slot] = self._text(int(rng.integers(1000)))
+            self._reset(slots)
         else:
+            self._reset(np.array(full, np.int64))
             self._tokens(what, slots)
         assert all(self.arrays(slot) == before[slot] for slot in set(range(batch)) - set(named))
         lengths = host(self.cache.length).tolist()
@@ -96,6 +95,12 @@ class Slots:
         for slot in named:
             if self.texts[slot].done:
                 self._check_kept(slot)
+
+    def _reset(self, slots: np.ndarray) -> None:
+        self.cache.reset(self.convert(slots) if self.rng.random() < 0.5 else slots.tolist())
+        for slot in slots[slots >= 0].tolist():
+            self.texts[slot].check(self.tf32)
+            self.texts[slot] = self._text(int(self.rng.integers(1000)))
 
     def _check_kept(self, slot: int) -> None:
         """It holds what the sequence would hold alone."""
@@ -111,13 +116,12 @@ class Slots:
         """``extend``, ``update``, or ``attend`` and ``commit`` of some tokens for these slots."""
         rng, n = self.rng, len(slots)
         speculates = what == "speculate"
-        room = [self.case.length - self.texts[slot].done if slot >= 0 else self.most for slot in slots]
-        most = int(min([rng.choice([1, 1, 2, self.most]), *room]))
+        most = int(rng.choice([1, 1, 2, self.most]))
         added = rng.integers(0, most + 1, n) if rng.random() < 0.5 else np.full(n, most)
         tokens = [np.stack(x) for x in zip(*[self._of(slot, most) for slot in slots])] if n else [
             x[None][:0] for x in self._of(-1, most)]
         how: dict[str, Any] = {"slots": slots} if what != "all" or rng.random() < 0.5 else {}
-        if n and rng.random() < 0.3:
+        if n and rng.random() < 0.4:
             tokens, how["cu_seqlens"] = packed(tokens, added, behind := int(rng.integers(0, 3)))
             how["tail_padding"] = behind > 0
         elif (added < most).any():
@@ -134,7 +138,7 @@ class Slots:
             self._note(out, lse, slots, added, how.get("cu_seqlens") is not None)
             kept = added
         if speculates:
-            kept = np.minimum(self._commit(n, most), added)
+            kept = np.minimum(self._commit(n, min(most, arrays[1].shape[-3])), added)
         for slot, count in zip(slots, kept):
             if slot >= 0:
                 self.texts[slot].done += int(count)

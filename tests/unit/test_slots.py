@@ -113,6 +113,15 @@ def test_memory_stays_the_same():
     assert len(sizes) == 1
 
 
+def test_rows_of_the_last_attend_are_kept():
+    history = History()
+    cache, other = history.cache(), history.cache()
+    for n in (1, 9, 5):
+        cache.attend(*history.tokens(0, n))
+    other.attend(*history.tokens(0, 5))
+    assert cache.memory_bytes == other.memory_bytes > history.cache().memory_bytes
+
+
 @pytest.mark.parametrize("what", ["none", "commit", "extend", "update", "reset", "reset one", "reorder", "load"])
 def test_commit_needs_an_attend(what):
     history = History()
