@@ -36,11 +36,12 @@ def summary(skipped: Iterable) -> tuple[list[str], str]:
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
         reason = reason.removeprefix("Skipped: ")
         package = missing_package(reason)
-        if _NO_GPU in reason or report.nodeid.startswith("tests/gpu/"):
+        whole_file = isinstance(report, pytest.CollectReport)
+        if _NO_GPU in reason or whole_file and report.nodeid.startswith("tests/gpu/"):
             why = "THERE IS NO CUDA GPU"
         else:
             why = f"{package} IS MISSING".upper() if package else _OTHERS
-        if isinstance(report, pytest.CollectReport):  # each worker of pytest-xdist collects it
+        if whole_file:  # each worker of pytest-xdist collects it
             files[why].add(report.nodeid)
         else:
             tests[why] += 1
