@@ -227,6 +227,7 @@ def test_crop_that_cannot_be_exact():
         padded.crop(-1)
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_rows_are_chosen_repeated_and_forgotten():
     model, ids = dynamic("llama"), prompt("plain")["input_ids"]
     cache, other = DynamicMaskCache(model.config), DynamicMaskCache(model.config)
