@@ -11,16 +11,19 @@ is found out by the next ``update``.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.cache_utils import DynamicCache as FullCache
 
+from cupy_dma import checks
 from cupy_dma.masks.windows import Window
 from cupy_dma.transformers.budgets import budgets
 from cupy_dma.transformers.cache_layer import DynamicMaskLayer, broken, unreached
+from cupy_dma.transformers.croppable import At
 from cupy_dma.transformers.layers import dynamic_layers, gated_layers
 
 
@@ -40,6 +43,9 @@ class DynamicMaskCache(Cache):
         The configuration of a Doge or converted model.
     record_stops : bool
         Keep what ``stops`` needs: 4 bytes per token, layer and kv head, and a byte per token and layer.
+    slots : int, optional
+        A fixed number of rows for texts that come and go: forward passes then name theirs, within ``at``, and
+        ``reset(slots)`` empties some. ``ContinuousBatching`` is made of this. All layers must have dynamic masks.
 
     Raises
     ------
@@ -56,7 +62,7 @@ class DynamicMaskCache(Cache):
     has changed nothing.
     """
 
-    def __init__(self, config: Any, *, record_stops: bool = False) -> None:
+    def __init__(self, config: Any, *, record_stops: bool = False, slots: int | None = None) -> None:
         config = config.get_text_config(decoder=True)
         found = dynamic_layers(config)
         if not found:
@@ -64,10 +70,18 @@ class DynamicMaskCache(Cache):
                              f"{type(config).__name__} without any")
         if gated_layers(config):
             raise ValueError("config must be of a model that keeps a window: one with gates needs a GatedCache")
-        self._make_layers(config, lambda index: DynamicMaskLayer(record_stops))
+        self._make_layers(config, lambda index: DynamicMaskLayer(record_stops, slots=slots), record_stops, slots)
 
-    def _make_layers(self, config: Any, make: Callable[[int], DynamicMaskLayer]) -> None:
-        found = dynamic_layers(config)
+    def _make_layers(self, config: Any, make: Callable[[int], DynamicMaskLayer], record_stops: bool,
+                     slots: int | None) -> None:
+        found, self.slots = dynamic_layers(config), slots
+        if slots is not None:
+            checks.whole(slots, "slots", 1)
+            if record_stops:
+                raise ValueError("record_stops must be False with slots, whose texts come and go")
+            if missing := sorted(set(range(config.num_hidden_layers)) - found.keys()):
+                raise ValueError(f"slots need a model whose layers all have dynamic masks, got one without in "
+                                 f"layers {missing}")
         layers = FullCache(config=config).layers
         # Older versions of transformers have none for the last layers if these reuse others' keys and values.
         layers += [DynamicLayer() for _ in range(config.num_hidden_layers - len(layers))]
@@ -119,6 +133,8 @@ class DynamicMaskCache(Cache):
         """
         if not self._updated or layer_idx in self._updated:  # a forward pass begins
             self.check_whole()
+            if self.slots is not None and self._dynamic[0].at is None:
+                raise RuntimeError("a cache with slots takes tokens within cache.at, which says where they belong")
             self._updated, self._begin = set(), self.layers[layer_idx].get_seq_length()
         elif self.layers[layer_idx].get_seq_length() != self._begin:
             raise broken(self.layers)
@@ -138,10 +154,56 @@ class DynamicMaskCache(Cache):
         if self._is_torn or len(lengths) > 1 or not all(layer.is_whole for layer in self._dynamic):
             raise broken(self.layers)
 
-    def reset(self) -> None:
-        """Remove all tokens."""
-        super().reset()
+    def reset(self, slots: Tensor | None = None) -> None:
+        """Remove all tokens, or those of some slots, int32 ``(n,)`` on the device: also what a forward pass that failed
+        has left in them."""
+        if slots is None:
+            super().reset()
+        else:
+            self._check_slots("reset(slots)")
+            for layer in self._dynamic:
+                layer.reset(slots)
         self._forget_calls()
+
+    def _check_slots(self, what: str) -> None:
+        if self.slots is None:
+            raise ValueError(f"{what} needs a cache made with slots=")
+
+    @contextmanager
+    def at(self, slots: Tensor | None, lengths: Tensor) -> Iterator[None]:
+        """Give the forward passes within a ``with`` block to some of the cache's slots.
+
+        Parameters
+        ----------
+        slots : int32 Tensor ``(n,)`` on the device, optional
+            The slot of each of the pass's ``n`` rows, -1 for none; no slot twice. By default there are as many rows as
+            slots, in order.
+        lengths : int32 Tensor ``(n,)`` on the device
+            How many of each row's tokens are real. They come first; the others are ignored. 0 leaves a slot idle.
+
+        Raises
+        ------
+        ValueError
+            The cache has no slots.
+
+        Notes
+        -----
+        Give the model ``position_ids``, and no ``attention_mask``. Nothing is read on the host, so a CUDA graph can
+        take the pass. If it fails, its slots hold nothing of use until ``reset(slots)``; the others are unchanged.
+        """
+        self._check_slots("at")
+        for layer in self._dynamic:
+            layer.at = At(slots, lengths)
+        try:
+            yield
+        except BaseException:  # what has reached some of the layers goes with its slots
+            for layer in self._dynamic:
+                layer.restore(0)
+            self._forget_calls()
+            raise
+        finally:
+            for layer in self._dynamic:
+                layer.at = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace row ``b`` by the former row ``beam_idx[b]``: a step of beam search."""
@@ -189,8 +251,8 @@ class GatedCache(DynamicMaskCache):
         The most open keys that a kv head keeps, as for ``cupy_dma.GatedCache``: those with the highest logits, the
         newest first among equal ones. Then rows never grow, and ``DecodingStep`` takes the cache. By default that of
         the configuration, if it has one (``convert(..., capacity=...)``).
-    record_stops : bool
-        As for ``DynamicMaskCache``.
+    record_stops, slots
+        As for ``DynamicMaskCache``; slots need a capacity.
 
     Raises
     ------
@@ -203,7 +265,8 @@ class GatedCache(DynamicMaskCache):
     more than ``delay``.
     """
 
-    def __init__(self, config: Any, *, capacity: Any = None, record_stops: bool = False) -> None:
+    def __init__(self, config: Any, *, capacity: Any = None, record_stops: bool = False,
+                 slots: int | None = None) -> None:
         config = config.get_text_config(decoder=True)
         gated = gated_layers(config)
         if not gated:
@@ -212,7 +275,9 @@ class GatedCache(DynamicMaskCache):
         each: dict[int, Window | None] = dict.fromkeys(gated)
         if capacity is not None:
             each = dict(zip(gated, budgets(capacity, "capacity", list(gated), [None] * len(gated))))
-        self._make_layers(config, lambda index: DynamicMaskLayer(record_stops, each[index]))
+        elif slots is not None and any(how.capacity is None for how in gated.values()):
+            raise ValueError("capacity must be given with slots, whose rows cannot grow")
+        self._make_layers(config, lambda index: DynamicMaskLayer(record_stops, each[index], slots), record_stops, slots)
 
 
 def cache_argument(model: Any) -> str:

@@ -9,7 +9,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from cupy_dma.cache import GatedCache
 from cupy_dma.masks.windows import Window
-from cupy_dma.transformers.croppable import CroppableCache, Store
+from cupy_dma.transformers.croppable import At, CroppableCache, Store
 from cupy_dma.transformers.layers import DynamicMask, GateMask
 
 
@@ -22,11 +22,13 @@ class DynamicMaskLayer(CacheLayerMixin):
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, record_stops: bool = False, capacity: Window | None = None) -> None:
-        """``capacity``: of layers with gates, as for ``cupy_dma.GatedCache``; by default the layer's own."""
+    def __init__(self, record_stops: bool = False, capacity: Window | None = None, slots: int | None = None) -> None:
+        """``capacity``: of layers with gates, as for ``cupy_dma.GatedCache``; by default the layer's own. ``slots``:
+        how many rows it has, whatever the batch of a call (``DynamicMaskCache.at``)."""
         super().__init__()
         self.record_past = False
-        self._options = record_stops, capacity
+        self.at: At | None = None  # where the tokens of the current calls belong
+        self._options = record_stops, capacity, slots
         self._parts: list[CroppableCache] = []
         self._length = 0  # tokens so far, padding included, as transformers counts
         self._announced = 0  # tokens of an ``update`` that have not reached the cache
@@ -42,10 +44,14 @@ class DynamicMaskLayer(CacheLayerMixin):
         """The first of them, None before the first call."""
         return self._parts[0].store if self._parts else None
 
+    @property
+    def _slots(self) -> int | None:
+        return self._options[2]
+
     # ---- tokens -----------------------------------------------------------------------------------------------------
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.device, self.batch_size, self.is_initialized = key_states.device, key_states.shape[0], True
+        self.device, self.batch_size, self.is_initialized = key_states.device, self._slots or key_states.shape[0], True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Announce new tokens ``(B, Hkv, L, D)``, which the layer's attention then appends. Returns them."""
@@ -81,19 +87,22 @@ class DynamicMaskLayer(CacheLayerMixin):
         """
         call = self._calls if self.is_initialized else 0  # without ``update``, where it shares another layer's keys
         try:
+            if self.at is not None and real is not None:
+                raise ValueError("attention_mask must be None within cache.at, whose lengths say which tokens are real")
             if call < len(self._parts):
                 part = self._parts[call]
             elif self._length > (0 if self._announced else key.shape[1]):
                 raise broken([self])
             else:
                 part = CroppableCache(key, value, how, *self._options)
-            out = part.append(query, key, value, scores, real, self.record_past, settings, sink_logits)
+            out = part.append(query, key, value, scores, real, self.record_past, settings, sink_logits, self.at)
         except BaseException:
             self.withdraw()
             raise
         if call == len(self._parts):
             self._parts.append(part)
-        self._calls, self._length, self._announced = call + 1, self._length + self._announced, 0
+        added = 0 if self._slots else self._announced  # slots have lengths of their own, which their stores count
+        self._calls, self._length, self._announced = call + 1, self._length + added, 0
         return out
 
     def withdraw(self) -> None:
@@ -140,12 +149,12 @@ class DynamicMaskLayer(CacheLayerMixin):
 
     # ---- whole sequences --------------------------------------------------------------------------------------------
 
-    def reset(self) -> None:
-        """Remove all tokens."""
+    def reset(self, slots: Tensor | None = None) -> None:
+        """Remove all tokens, or those of some slots."""
         self._length = self._announced = 0
         self._calls = len(self._parts)
         for part in self._parts:
-            part.reset()
+            part.reset(slots)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace row ``b`` by the former row ``beam_idx[b]``: a step of beam search."""

@@ -20,6 +20,13 @@ from cupy_dma.transformers.layers import DynamicMask, GateMask
 Store = DynamicCache | GatedCache
 
 
+class At(NamedTuple):
+    """Where the rows of a forward pass belong; see ``DynamicMaskCache.at``."""
+
+    slots: Tensor | None  # (n,) int32
+    lengths: Tensor  # (n,) int32
+
+
 class _Chunk(NamedTuple):
     """Tokens of one call."""
 
@@ -33,10 +40,11 @@ class CroppableCache:
     """Every method that raises has changed nothing."""
 
     def __init__(self, key: Tensor, value: Tensor, how: DynamicMask | GateMask, record_stops: bool = False,
-                 capacity: Window | None = None) -> None:
+                 capacity: Window | None = None, slots: int | None = None) -> None:
         """A cache without tokens, for ``key (B, L, Hkv, D)`` and ``value (B, L, Hkv, Dv)``. ``capacity``: in place of
-        that of a ``GateMask``."""
+        that of a ``GateMask``; ``slots``: of ``B``."""
         batch, _, heads, size = key.shape
+        batch = slots or batch
         options: dict[str, Any] = {"like": key, "sinks": how.sinks, "record_stops": record_stops}
         self.store: Store
         if isinstance(how, GateMask):
@@ -50,9 +58,11 @@ class CroppableCache:
         self._since: list[_Chunk] = []  # and what has been appended to it
 
     def append(self, query: Tensor, key: Tensor, value: Tensor, scores: Tensor, real: Tensor | None, record: bool,
-               settings: dict[str, Any], sink_logits: Tensor | None = None) -> Tensor:
-        """Append tokens and attend from them: ``out (B, L, H, Dv)``. See ``DynamicMaskLayer.attend``."""
-        lengths = place = result = None
+               settings: dict[str, Any], sink_logits: Tensor | None = None, at: At | None = None) -> Tensor:
+        """Append tokens and attend from them: ``out (B, L, H, Dv)``. See ``DynamicMaskLayer.attend``. ``at``: in place
+        of ``real``, for a call to some slots."""
+        place = result = None
+        slots, lengths = (None, None) if at is None else at
         if real is not None:
             lengths = real.sum(1)
             if real.shape[1] > 1:
@@ -63,7 +73,8 @@ class CroppableCache:
         before = self.store.clone() if record and self._before is None else self._before
         chunk = _Chunk(key, value, scores, real)
         sinks = None if sink_logits is None else sink_logits.to(wide(query))[:, None]
-        out = self.store.extend(query, key, value, scores, lengths=lengths, return_lse=sinks is not None, **settings)
+        out = self.store.extend(query, key, value, scores, lengths=lengths, slots=slots, return_lse=sinks is not None,
+                                **settings)
         if sinks is not None:
             out, lse = out
             out.mul_(lse.sub_(sinks).sigmoid_().transpose(1, 2)[..., None])  # allocates nothing, so it cannot fail
@@ -105,10 +116,10 @@ class CroppableCache:
         """Give up what was recorded."""
         self._before, self._since = None, []
 
-    def reset(self) -> None:
-        """Remove all tokens."""
+    def reset(self, slots: Tensor | None = None) -> None:
+        """Remove all tokens, or those of some slots."""
         self.forget_past()
-        self.store.reset()
+        self.store.reset(slots)
         self.has_padding, self._real = False, None if self._real is None else []
 
     def reorder(self, rows: Tensor) -> None:

@@ -5,7 +5,8 @@ one token serves every step, at any length.
 """
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,24 @@ from cupy_dma.transformers.cache import DynamicMaskCache, DynamicMaskLayer, cach
 from cupy_dma.transformers.croppable import Store
 
 WARM_UP = 2
+Result = TypeVar("Result")
+
+
+def captured(call: Callable[[], Result], device: Any) -> tuple[Any, Result]:
+    """``call`` as a CUDA graph, after ``WARM_UP`` calls, and its result, which every replay overwrites."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.device(device):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        try:
+            with torch.cuda.stream(stream):
+                for _ in range(WARM_UP):
+                    call()
+        finally:
+            torch.cuda.current_stream().wait_stream(stream)
+        # In the mode "global" any other thread that uses CUDA meanwhile aborts the capture.
+        with uncollected(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            return graph, call()
 
 
 class DecodingStep:
@@ -78,25 +97,13 @@ class DecodingStep:
             positions = stores[0].length[:, None]
             return self._model(input_ids=ids, position_ids=positions, **{named: self._cache}).logits
 
-        graph = torch.cuda.CUDAGraph()
-        with torch.no_grad(), torch.cuda.device(self._model.device):
-            try:
-                stream = torch.cuda.Stream()
-                stream.wait_stream(torch.cuda.current_stream())
-                try:
-                    with torch.cuda.stream(stream):
-                        for _ in range(WARM_UP):
-                            forward()
-                finally:
-                    torch.cuda.current_stream().wait_stream(stream)
-                # In the mode "global" any other thread that uses CUDA meanwhile aborts the capture.
-                with uncollected(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                    logits = forward()
-            finally:
-                for store, before in zip(stores, saved):
-                    store._copy_from(before)  # in place: the graph's addresses stay valid
-                for layer, length in zip(self._layers, lengths):
-                    layer.restore(length)
+        try:
+            graph, logits = captured(forward, self._model.device)
+        finally:
+            for store, before in zip(stores, saved):
+                store._copy_from(before)  # in place: the graph's addresses stay valid
+            for layer, length in zip(self._layers, lengths):
+                layer.restore(length)
         self._graph, self._ids, self._logits, self._stores = graph, ids, logits, stores
 
     def __call__(self, ids: Tensor) -> Tensor:

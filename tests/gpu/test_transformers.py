@@ -1,13 +1,17 @@
 """Models of transformers on a GPU: against eager attention, generation, and a step as a CUDA graph."""
 import gc
+import inspect
+from types import SimpleNamespace
 
 import pytest
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+import cupy_dma.transformers as dmt  # noqa: E402
 from cupy_dma.transformers import DecodingStep, DynamicMaskCache  # noqa: E402
 from tests.transformers import small_models as small  # noqa: E402
+from tests.transformers.test_serving import converted, prompts_of  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 WIDE = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
@@ -159,6 +163,72 @@ def test_a_capture_that_fails_has_changed_nothing(call):
     for place in range(60, 64):
         token = ids[:, place:place + 1]
         torch.testing.assert_close(step(token), one_call(model, token, other), rtol=0, atol=1e-4)
+
+
+SERVED = {"doge": lambda: model_of("doge", torch.float32, eos_token_id=None),
+          "llama": lambda: converted("llama", window=16, sinks=1, recent=3).cuda(),
+          "gates": lambda: converted("llama", policy="gate", delay=6, capacity=9).cuda()}
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_continuous_batching(name):
+    """With graphs and without, crowded, alone on the same slots, and by ``generate``."""
+    model, prompts, found = SERVED[name](), prompts_of((5, 1, 40, 17, 90, 64)), []
+    for graphs in (True, False):
+        batching = dmt.ContinuousBatching(model, slots=3, chunk=16, cuda_graphs=graphs)
+        requests = [batching.submit(prompt, 20) for prompt in prompts]
+        requests.append(batching.submit(prompts[2], 20, do_sample=True, temperature=1.3, top_p=0.9, seed=4))
+        batching.step()
+        memory = torch.cuda.memory_allocated()
+        for _ in batching:
+            assert not graphs or torch.cuda.memory_allocated() <= memory + 2**20
+        found.append([request.generated_tokens for request in requests])
+        for request in requests[:-1]:
+            again = batching.submit(request.prompt_ids, 20)
+            assert [token for _, token in batching] == again.generated_tokens == request.generated_tokens
+    assert found[0] == found[1]
+    for prompt, said in zip(prompts, found[0]):
+        ids = torch.tensor([prompt], device="cuda")
+        text = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False,
+                              pad_token_id=0)
+        assert text[0, len(prompt):].tolist() == said
+
+
+def test_a_prefill_without_memory():
+    """Without graphs, where a pass can fail in the middle."""
+    model, prompts = SERVED["llama"](), prompts_of((27, 30, 28))
+    batching = dmt.ContinuousBatching(model, slots=2, chunk=16, cuda_graphs=False)
+    requests, calls = [batching.submit(prompt, 12) for prompt in prompts], []
+
+    def fail(_, given):
+        if given[0].shape[1] == 16:
+            calls.append(None)
+            if len(calls) == 4:  # two chunks for each of the first two
+                raise torch.OutOfMemoryError("out of memory")
+
+    hook = model.model.layers[1].mlp.register_forward_pre_hook(fail)
+    failed = [request for request, token in batching if token is None]
+    hook.remove()
+    assert failed == [requests[1]] and requests[1].error == "OutOfMemoryError: out of memory"
+    other = dmt.ContinuousBatching(model, slots=2, chunk=16)
+    for each, request in ((other, requests[0]), (batching, requests[1]), (other, requests[2])):
+        again = each.submit(request.prompt_ids, 12)
+        assert [token for _, token in each] == again.generated_tokens
+        assert len(again.generated_tokens) == 12 and request.generated_tokens in ([], again.generated_tokens)
+
+
+@pytest.mark.parametrize("peer", ["cupy_dma", "full"])
+def test_the_benchmark_of_serving(peer):
+    """Its own checks: the same tokens alone, memory that stays."""
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    if peer == "full" and "block_table" not in inspect.signature(varlen.varlen_attn).parameters:
+        pytest.skip("this torch has no FlashAttention on pages")
+    from benchmarks.routines import serve
+
+    dmt.register()
+    args = SimpleNamespace(size="tiny", requests=8, slots=3, chunk=32, window=24, seconds=100, seed=0)
+    row = serve.ours(args, peer, serve.texts(args))
+    assert row["ok"] and row["ended"] == 8 and row["tokens"] == row["said"][-1][1] > 8
 
 
 def test_garbage_does_not_end_a_capture():
