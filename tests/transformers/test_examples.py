@@ -8,6 +8,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 
+from tests.project.pages import DOCS  # noqa: E402
+
 pytestmark = pytest.mark.usefixtures("one_thread", "own_path")
 SMALL = ["--layers", "1", "--width", "32", "--batch", "2", "--length", "48", "--window", "8"]
 
@@ -54,6 +56,29 @@ def test_replay(capsys, monkeypatch):
 
     monkeypatch.setattr(example.dmt, "replay", lambda model, stops: contextlib.nullcontext())
     assert example.main(options) == 1
+
+
+def test_serve(capsys, monkeypatch):
+    from examples import serve as example
+
+    assert example.main([]) == 0
+    said = capsys.readouterr().out
+    done, asked = map(int, re.search(r"^(\d+) of (\d+) requests", said).groups())
+    memory, first = re.search(r"takes (\d+) KiB, (\d+) at first", said).groups()
+    assert (done, asked) == (11, 12) and memory == first and "the same tokens alone: yes" in said
+    monkeypatch.setattr(example, "alone", lambda model, request: request.prompt_ids)
+    assert example.main(["--requests", "4"]) == 1
+
+
+def test_the_page_on_serving(capsys):
+    from tests.project.pages import run_page
+
+    names = run_page("serving.md", gpu=False)
+    lines = capsys.readouterr().out.splitlines()
+    page = (DOCS / "serving.md").read_text()
+    assert lines[0] == "{'req_0': 20, 'req_1': 20, 'req_2': 20, 'req_3': 20}" and lines[0] in page
+    assert lines[1] == "20 cancelled" and lines[2] in page
+    assert names["cache"].layers[0].store.length.tolist() == [0, 0, 30, 0, 0, 0, 0, 0]
 
 
 def test_the_page_of_the_docs(capsys):
