@@ -1,4 +1,4 @@
-"""What pages show of training steps, several GPUs, the CPU, jax and transformers. Needs no GPU and no torch."""
+"""What pages show of training steps, several GPUs, the CPU, jax, transformers and serving. Needs no GPU, no torch."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -228,6 +228,57 @@ def transformers_table(result: Entry) -> str:
             f"{result['date'][:10]}.")
 
 
+# ---- serving --------------------------------------------------------------------------------------------------------
+SERVED = {"cupy_dma": ("cupy_dma", "tab:blue"), "full": ("full attention, same scheduler", "tab:cyan"),
+          "sdpa": ("sdpa, paged", "tab:red"), "flash_attention_2": ("FlashAttention 2, paged", "tab:purple"),
+          "flash_attention_3": ("FlashAttention 3, paged", "tab:orange")}
+
+
+def serve_table(result: Entry) -> str:
+    own = next(row for row in result["rows"] if row["peer"] == "cupy_dma")
+
+    def cell(words: Callable[[Entry], str]) -> Callable[[Entry], str]:
+        return lambda row: words(row) if row["ms"] else "–"
+
+    def gain(row: Entry) -> str:
+        return "–" if row is own else times(ratio(own.get("tokens_per_second"), row.get("tokens_per_second")))
+
+    def gibibytes(row: Entry) -> str:
+        return f"{row['peak_bytes'] / 2**30:.1f}" if row["peak_bytes"] else "–"
+
+    table = Table((
+        ("", lambda row: SERVED[row["peer"]][0]), ("tokens per second", cell(
+            lambda row: f"{row['tokens_per_second']:.0f}")), ("cupy_dma is faster", cell(gain)),
+        ("time per token, p50", cell(lambda row: milliseconds(row["ms"]))),
+        ("p99", cell(lambda row: milliseconds(row["p99_ms"]))),
+        ("first token, p50", cell(lambda row: f"{row['first_s'][0]:.1f} s")),
+        ("memory, GiB", cell(gibibytes)), ("", lambda row: row["note"])))
+    asked, lengths = result["arguments"], result["lengths"]
+    return (f"{table.of(result['rows'])}\n\nGenerated tokens; time per token in milliseconds; the most memory, model "
+            f"included. {len(lengths)} requests of {lengths[0]} to {lengths[-1]} tokens, {asked['slots']} at a time, w "
+            f"{asked['window']}, bfloat16. On one {machine(result, 'CUDA', 'torch')}, transformers "
+            f"{result['transformers']}. {WHERE}, `python -m benchmarks serve`.")
+
+
+def serve_panels(result: Entry) -> list[Panel]:
+    """Generated tokens and memory over time."""
+    rows = [row for row in result["rows"] if row["ms"]]
+
+    def panel(title: str, field: str, unit: float) -> Panel:
+        def draw(ax: Any) -> None:
+            for row in rows:
+                words, colour = SERVED[row["peer"]]
+                if row[field]:
+                    ax.plot([at for at, _ in row[field]], [x / unit for _, x in row[field]], color=colour, label=words)
+            ax.set_xlabel("seconds")
+            ax.set_ylim(bottom=0)
+            ax.grid(alpha=0.3)
+
+        return Panel(title, draw)
+
+    return [panel("thousands of generated tokens", "said", 1e3), panel("allocated memory, GiB", "memory", 2**30)]
+
+
 # ---- all ------------------------------------------------------------------------------------------------------------
 def by_line(line: Callable[[Entry], str]) -> Callable[[Entry], str]:
     return lambda result: "\n".join([head(result), *map(line, result["rows"])])
@@ -246,4 +297,6 @@ REPORTS = (
     of_table("cpu", "cpu_performance.json", "docs/lab/numpy.md", cpu_table),
     of_table("jax_steps", "jax_steps.json", "docs/jax.md", jax_table, "jax"),
     of_table("transformers_models", "transformers_models.json", "docs/transformers.md", transformers_table,
-             "transformers"))
+             "transformers"),
+    of_table("serve", "serve.json", "docs/serving.md", serve_table, panels=serve_panels, across=2,
+             title=lambda result: f"Continuous batching, {len(result['lengths'])} requests, {result['device']}"))

@@ -4,6 +4,7 @@ Its gradients of FlexAttention are uncompiled: torch refuses them on the CPU, al
 """
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -55,7 +56,7 @@ def test_every_routine_is_listed(capsys):
     with pytest.raises(SystemExit) as end:
         main(["--help"])
     listed = capsys.readouterr().out
-    assert end.value.code == 0 and len(methods()) == 23
+    assert end.value.code == 0 and len(methods()) == 24
     for name, method in methods().items():
         assert f"  {name} " in listed and method.partition("\n")[0] in listed and len(method) > 200
 
@@ -95,6 +96,7 @@ def test_pages_show_what_is_recorded(name, piece):
     ("training --lengths 2K", "invalid literal"), ("transformers_models --repeats 0", "--repeats must be at least 1"),
     ("transformers_models --peers sdpa", "--peers must name cupy_dma"),
     ("transformers_models --parts prefil", "prefil is not one of"),
+    ("serve --peers full", "--peers must name cupy_dma"), ("serve --slots 0", "--slots must be at least 1"),
     ("context_parallel --ranks 0", "--ranks must be at least 1, got 0"),
     ("context_parallel --lengths 1", "--lengths must be at least --ranks 2"),
     ("context_parallel --peers theirs", "theirs is not one of"),
@@ -614,6 +616,48 @@ def test_transformers_models(tmp_path, monkeypatch):
     assert "| prefill | 100 |" in table and "| decode (CUDA graph) | 100 | –" in table
     monkeypatch.setattr(bench, "check", lambda rows: False)
     run("transformers_models", tmp_path / "wrong", *tiny, "--parts", "decode", status=1)
+
+
+def test_serve(tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+    from benchmarks.routines import serve as bench
+
+    tiny = ["--size", "tiny", "--requests", "7", "--slots", "2", "--chunk", "32", "--window", "24"]
+    result = run("serve", tmp_path / "right", *tiny)
+    rows = {row["peer"]: row for row in result["rows"]}
+    assert set(rows) == set(bench.PEERS)
+    wanted = sum(min(n // 8, bench.MOST_GENERATED) for n in result["lengths"])
+    assert 16 <= result["lengths"][0] < 40 < 100 < result["lengths"][-1] <= 160
+    for name in ("cupy_dma", "full", "sdpa"):
+        assert rows[name]["ended"] == 7 and rows[name]["tokens"] == wanted == rows[name]["said"][-1][1]
+        assert 0 < rows[name]["ms"] <= rows[name]["p99_ms"] and 0 < rows[name]["first_s"][0] < rows[name]["seconds"]
+    for name in ("cupy_dma", "full"):
+        assert rows[name]["alone"] == [True] * 3 and rows[name]["ok"]
+        assert {size for _, size in rows[name]["memory"]} == {rows[name]["cache_bytes"]}
+    assert rows["cupy_dma"]["cache_bytes"] < rows["full"]["cache_bytes"] / 4
+    assert rows["flash_attention_2"]["ms"] is None and "FlashAttention2" in rows["flash_attention_2"]["note"]
+    table = REPORTS["serve"].text(result)
+    assert "| cupy_dma | " in table and "7 requests of" in table and "| sdpa, paged | " in table
+    if importlib.util.find_spec("matplotlib"):
+        assert (tmp_path / "right" / "serve.png").stat().st_size > 1000
+    only = [*tiny, "--peers", "cupy_dma"]
+    monkeypatch.setattr(bench, "equal_alone", lambda *_: False)
+    run("serve", tmp_path / "wrong", *only, status=1)
+
+
+def test_serve_ends_in_time(tmp_path):
+    pytest.importorskip("transformers")
+    from benchmarks.routines import serve as bench
+
+    many = ["--size", "tiny", "--requests", "2000", "--slots", "4", "--chunk", "32", "--window", "24", "--peers",
+            "cupy_dma,sdpa"]
+    rows = run("serve", tmp_path, *many, "--seconds", "1")["rows"]
+    for row in rows:
+        assert 0 < row["ended"] < 2000 and row["note"] == f"{row['ended']} of 2000 requests"
+        assert row["tokens"] == row["said"][-1][1] > row["ended"] and row["seconds"] < 3
+    assert rows[0]["ok"]
+    with pytest.raises(RuntimeError, match="no token in time"):
+        bench.found([], 0.0, [], 7)
 
 
 def test_what_is_wrong_of_transformers_models():
