@@ -326,7 +326,7 @@ class FakeCuda:
         return graph
 
     @contextlib.contextmanager
-    def capture(self, graph: Any) -> Any:
+    def capture(self, graph: Any, capture_error_mode: str) -> Any:
         self.graph, self.captures = graph, self.captures + 1
         try:
             yield
