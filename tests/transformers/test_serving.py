@@ -85,22 +85,22 @@ def test_each_text_as_if_alone(make):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, (_, converts) in every_model.recorded()[1].items()
-                                  if converts == "works" or name == "doge"])
+                                  if name in every_model.NAMES and (converts == "works" or name == "doge")])
 def test_every_type(name):
     """It is refused, or right."""
     if name in BROKEN.get(every_model.VERSION, ()):
         pytest.skip(f"broken in transformers {every_model.VERSION}")
-    model = causal_models.tiny_model(name, **ENDLESS)
-    if name == "doge":
-        model.set_attn_implementation("cupy_dma")
-    else:
-        dmt.convert(model, 9, sinks=1, recent=2)
-    config = transformers.GenerationConfig(max_new_tokens=6)
+    model, config = causal_models.tiny_model(name, **ENDLESS).eval(), transformers.GenerationConfig(max_new_tokens=6)
     prompts = [[token % 60 + 3 for token in prompt] for prompt in prompts_of([12, 3, 25])]
     try:
-        found = dmt.generate_batch(model.eval(), prompts, config, slots=2, chunk=8)
-    except ValueError as error:
-        assert re.match("slots need a model whose layers all have|model must take position_ids", str(error))
+        if name == "doge":
+            model.set_attn_implementation("cupy_dma")
+        else:
+            dmt.convert(model, 9, sinks=1, recent=2)
+        found = dmt.generate_batch(model, prompts, config, slots=2, chunk=8)
+    except ValueError as error:  # the last one in older versions of transformers
+        assert re.search("^slots need a model whose layers all have|^model must take position_ids|"
+                         "does not call the attention interface", str(error))
     else:
         right(model, found.values(), 6)
 
