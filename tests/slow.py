@@ -58,8 +58,8 @@ SHARES: dict[str, int | None] = {
 }
 
 OF_KERNELS = tuple(f"tests/emulator/tests/test_{name}.py::*" for name in (
-    "bias_delay", "call_keys", "documents", "hidden_keys", "lifetimes", "numerics", "residues", "scales", "sm90",
-    "sm90_backward", "sm90_stored", "strides_and_reuse"))
+    "bias_delay", "call_keys", "documents", "hidden_keys", "lifetimes", "numerics", "residues", "scales",
+    "several_tokens", "sm90", "sm90_backward", "sm90_stored", "strides_and_reuse"))
 
 # The same for make test-all.
 SHARES_OF_ALL: dict[str, int | None] = {

@@ -235,6 +235,17 @@ __device__ __forceinline__ void score_keys(Logits& s, const SplitShared& shared,
     }
 }
 
+// Rows of a tile.
+struct AllRows {
+    static constexpr bool all = true;
+};
+struct RowRange {
+    static constexpr bool all = false;
+    int begin, end;
+
+    __device__ __forceinline__ bool has(int row) const { return begin <= row && row < end; }
+};
+
 // The keys that a warp has seen so far.
 struct WarpState {
     float o[VALUE_TILES][ROW_TILES][4];
@@ -267,8 +278,9 @@ struct WarpState {
         }
     }
 
-    // o^T += v^T . p^T
-    __device__ __forceinline__ void add(const Logits& p, const Values& values) {
+    // o^T += v^T . p^T, of some rows
+    template <typename Rows = AllRows>
+    __device__ __forceinline__ void add(const Logits& p, const Values& values, const Rows& rows = {}) {
         if constexpr (sizeof(ELEMENT) == 4) {
 #pragma unroll
             for (int n = 0; n < 2; ++n)  // 8 keys each: 2t is k = t of the operands, 2t + 1 is k = t + 4
@@ -284,7 +296,7 @@ struct WarpState {
                         for (int r = 0; r < ROW_TILES; ++r) {
                             const unsigned b[2] = {operand_word(__float_as_uint(p.x[4 * n + 2 * r]), TYPE),
                                                    operand_word(__float_as_uint(p.x[4 * n + 2 * r + 1]), TYPE)};
-                            multiply_words(o[c * (PIECE / 2) + i][r], a, b, TYPE);
+                            multiply_rows(o[c * (PIECE / 2) + i][r], a, b, r, rows);
                         }
                     }
         } else {
@@ -308,8 +320,22 @@ struct WarpState {
                                            __byte_perm(key[2].word[i], key[3].word[i], 0x5410),
                                            __byte_perm(key[2].word[i], key[3].word[i], 0x7632)};
 #pragma unroll
-                    for (int r = 0; r < ROW_TILES; ++r) multiply_words(o[c * (PIECE / 2) + i][r], a, b[r], TYPE);
+                    for (int r = 0; r < ROW_TILES; ++r) multiply_rows(o[c * (PIECE / 2) + i][r], a, b[r], r, rows);
                 }
+        }
+    }
+
+    template <typename Rows>
+    __device__ __forceinline__ static void multiply_rows(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2],
+                                                         int r, const Rows& rows) {
+        if constexpr (Rows::all) {
+            multiply_words(c, a, b, TYPE);
+        } else {
+            float sum[4] = {c[0], c[1], c[2], c[3]};
+            multiply_words(sum, a, b, TYPE);
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                if (rows.has(row_at(r, i))) c[i] = sum[i];
         }
     }
 
@@ -349,13 +375,15 @@ struct alignas(4 * VECTOR_WIDTH) Vector {
 // memory (at most 32). `weights` has room for ROWS * count floats. Calls write_state(row, state) once per row and
 // write(row, dim, o, l) once per element, in any thread. All threads of the block call it; `o` and `state` must be
 // complete; if `far`, shared.o is overwritten. Loads are issued many at a time, because each batch costs a latency.
-template <bool far, typename WriteState, typename Write>
+// Sums are in the order of a tile with `heads` rows.
+template <bool far, int heads = ROWS, typename WriteState, typename Write>
 __device__ __forceinline__ void combine(const float* o, const SplitState* state, int count, float* weights,
                                         SplitShared& shared, int rows, const WriteState& write_state,
                                         const Write& write) {
     // A thread adds VECTOR_WIDTH neighbouring elements of every SLICES-th split.
     constexpr int PER_ROW = VALUE_DIM / VECTOR_WIDTH, GROUPS = ROWS * PER_ROW;
-    constexpr int MANY = THREADS / GROUPS < WARPS ? THREADS / GROUPS : WARPS, SLICES = far && MANY > 1 ? MANY : 1;
+    constexpr int FIT = THREADS / (heads * PER_ROW), MANY = FIT < WARPS ? FIT : WARPS;
+    constexpr int SLICES = far && MANY > 1 ? MANY : 1;
     constexpr int BATCH = far && SLICES == 1 ? 16 : 8;
     const auto row_of = [](int i) { return i % GROUPS / PER_ROW; };
     Vector own[BATCH];

@@ -1,21 +1,21 @@
-// One more token for a cache that keeps, per sequence and kv head, the top `window` keys by (score, position) among those
-// with a score of at least `threshold`, the first `sinks` and the last `recent` positions (SPEC section 7;
-// cupy_dma/cache/state.py): inserts the token's key, computes the attention of its queries over the kept keys, and finds
-// what the next token will need.
+// The attention of new tokens for a cache of kept keys (decode/cache_state.cuh), and the cache with them.
 //
-// key        // (B, Hkv, R, HEAD_DIM) ELEMENT     score    // (B, Hkv, R) f32      lengths  // (B) int64: tokens seen
-// value      // (B, Hkv, R, VALUE_DIM) ELEMENT    position // (B, Hkv, R) int64    lowest   // (B, Hkv): slot of the top's
-// query      // (B, L, H, HEAD_DIM) ELEMENT       in_top   // (B, Hkv, R) bytes    //   lowest key; while there is room, minus how much
-// out        // (B, L, H, VALUE_DIM), contiguous  lse // (B, H, L) f32             free     // (B, Hkv): a slot not needed, -1
-//                                                                    lowest_score // (B, Hkv) f32: that of slot `lowest`
+// query      // (n, L, H, HEAD_DIM) ELEMENT       out      // (n, L, H, VALUE_DIM), contiguous     lse // (n, H, L) f32
 //
-// One launch. The R slots of one (sequence, kv head, set of ROWS query heads) are split among `num_splits` blocks,
+// One launch. The R slots of one (sequence, kv head, set of HEADS query heads) are split among `num_splits` blocks,
 // which only read the state: `lowest`, its score and `free`, found by the previous launch, tell every block which key
 // leaves the top and which slot the token takes; in shared memory the token's rows replace that slot's. A block writes
 // its results to `partial`: outputs, and for set 0 the lowest key of the top and a free slot of its split. The block
 // with the last ticket of a (sequence, kv head) combines the splits in order and alone changes the state, which no
 // block reads any more by then. `lengths` is shared by all kv heads of a sequence: the last of these changes it (a
 // second ticket).
+//
+// PLANNED: the launch attends from up to TOKENS tokens of the call, from `token` on: row t * HEADS + h of a tile is query
+// head h of the t-th. decode/plan.cu has found what each of the call's tokens changes, as if they came one by one. A
+// tile's row of a token sees the slots as they are after it. In most steps of a warp that is the same for all rows; where
+// it is not, the rows of each `turn`, from one change to the next, have logits and products of their own. So every row
+// takes the same steps, in the same order, as in a launch for its token alone: bits are equal. With `commits`, the launch
+// with a sequence's last token changes its state.
 //
 // CLUSTER > 1 (sm_90 and later): the splits, CLUSTER of them and a single set, are a cluster of blocks. They write
 // their results to the first block's shared memory, which continues when all have arrived: no partial results in global
@@ -28,71 +28,25 @@
 // take to arrive; of the others it loads only those that are needed. counts: sequences with fewer than `token` + 1
 // tokens take no step.
 //
-// Prelude: that of decode/split_kv.cuh, MIN_BLOCKS, ATTEND (0: there are no queries), CLUSTER, DELAY (of scores as
-// biases: SPEC section 16), RAGGED (1: without clusters).
-#include "common/arch.cuh"
-#include "common/rank.cuh"
-#include "decode/split_kv.cuh"
+// Prelude: that of decode/cache_state.cuh, ROWS = HEADS * TOKENS, MIN_BLOCKS, ATTEND (0: there are no queries), CLUSTER,
+// TOKENS, PLANNED (0: TOKENS is 1; 1: ATTEND is).
+#include "decode/cache_state.cuh"
 
-// The lowest key of the top among some slots, and the first free slot.
-struct Candidate {
-    long long position;
-    unsigned rank;
-    int slot, free;  // NO_SLOT if there is none
-};
+constexpr int HEADS = ROWS / TOKENS;
 
-// The slots of a (sequence, kv head), if numbers of slots differ.
-struct alignas(16) Segment {
-    int start, slots;  // its first row; below 2^31 of all
-    int pair;          // batch * kv_heads + kv head
-    int first_split;   // among those of all
-};
+// Of a row of the tile: its token of the launch, and its query head of the set.
+__device__ __forceinline__ int token_of(int row) { return TOKENS > 1 ? row / HEADS : 0; }
+__device__ __forceinline__ int head_of(int row) { return TOKENS > 1 ? row % HEADS : row; }
 
-struct StepParams {
-    const ELEMENT* query;
-    const ELEMENT* new_key;    // (B, L, Hkv, HEAD_DIM)
-    const ELEMENT* new_value;  // (B, L, Hkv, VALUE_DIM)
-    const float* new_score;    // (B, Hkv, L)
-    const int* counts;         // (B), or null: all sequences take the step
-    ELEMENT* key;
-    ELEMENT* value;
-    float* score;
-    long long* position;
-    unsigned char* in_top;
-    long long* lengths;
-    int* lowest;
-    float* lowest_score;
-    int* free;
-    ELEMENT* out;
-    float* lse;
-    float* partial;            // (B * Hkv, sets, splits, ROWS, VALUE_DIM); RAGGED: (sets, splits of all pairs, ...)
-    SplitState* partial_state;  // (B * Hkv, sets, splits, ROWS); likewise
-    Candidate* candidates;     // (B * Hkv, splits)
-    unsigned* tickets;         // (B * Hkv), then (B); all 0
-    long long query_batch, query_row, query_head;  // strides, in elements
-    long long key_batch, key_row, key_head;
-    long long value_batch, value_row, value_head;
-    long long score_batch, score_head, score_token;
-    int count_words;  // 32-bit words of a number of counts
-    int kv_heads, group, sets;   // group: query heads of a kv head, in `sets` sets
-    int num_splits, split_size;  // RAGGED: splits of all pairs; slots of a split, a multiple of STEP
-    int slots, sinks, recent;    // slots: R
-    int length, token;  // L, and the token's index in it
-    float scale, softcap;
-    float threshold;
-    int delay;  // with DELAY
-    const Segment* segments;  // (splits of all pairs), with RAGGED
-    int pairs;                // B * Hkv, with RAGGED
-};
-
-constexpr int NO_SLOT = 2147483647;
-constexpr Candidate NOTHING = {0, 0, NO_SLOT, NO_SLOT};
-
-constexpr int KEY_PIECES = 4 * KEY_CHUNKS, VALUE_PIECES = 8 * VALUE_CHUNKS;
+constexpr int KEY_PIECES = 4 * KEY_CHUNKS, VALUE_PIECES = 8 * VALUE_CHUNKS, PIECES = KEY_PIECES + VALUE_PIECES;
+static_assert(PIECES <= THREADS, "a piece a thread");
 
 struct StepShared {
     SplitShared split;
-    Piece token[KEY_PIECES + VALUE_PIECES];  // its key, then its value
+    Piece token[PLANNED ? MAX_TOKENS : 1][PIECES];  // of each token its key, then its value
+#if PLANNED
+    Change changes[MAX_TOKENS];
+#endif
 #if CLUSTER > 1
     struct {
         float o[CLUSTER][ROWS][VALUE_DIM];
@@ -104,121 +58,6 @@ struct StepShared {
     int last;
 };
 
-// The effect of the token on its kv head.
-struct Change {
-    long long position;  // of the token
-    float score;
-    bool enters;         // the top
-    int dropped, target;  // slots: of the key that leaves the top, and of the token; -1: none
-};
-
-struct Head {
-    const StepParams& p;
-    long long pair, position;  // batch * kv_heads + kv head; of the token
-    int batch, group;
-    int lowest, free;
-    float lowest_score, score;  // score: of the token
-    int start, slots;  // of its segment, with RAGGED
-
-    __device__ __forceinline__ Head(const StepParams& p, const Segment& segment)
-        : p(p), pair(segment.pair), batch(segment.pair / p.kv_heads), group(segment.pair % p.kv_heads),
-          start(segment.start), slots(segment.slots) {
-        position = p.lengths[batch];
-        lowest = p.lowest[pair];
-        lowest_score = p.lowest_score[pair];
-        free = p.free[pair];
-        score = p.new_score[batch * p.score_batch + group * p.score_head + p.token * p.score_token];
-    }
-
-    __device__ __forceinline__ int end() const { return RAGGED ? slots : p.slots; }
-    __device__ __forceinline__ long long row(int slot) const { return (RAGGED ? start : pair * p.slots) + slot; }
-
-    __device__ __forceinline__ Change change() const {
-        const bool enters = !(score < p.threshold) && (lowest < 0 || ordered(score) >= ordered(lowest_score));
-        const int dropped = enters ? lowest : -1;
-        const bool stored = enters || position < p.sinks || p.recent > 0;
-        return {position, score, enters, dropped, !stored ? -1 : free >= 0 ? free : dropped};
-    }
-
-    __device__ __forceinline__ const ELEMENT* new_key() const {
-        return p.new_key + batch * p.key_batch + p.token * p.key_row + group * p.key_head;
-    }
-    __device__ __forceinline__ const ELEMENT* new_value() const {
-        return p.new_value + batch * p.value_batch + p.token * p.value_row + group * p.value_head;
-    }
-    __device__ __forceinline__ ELEMENT* key_of(int slot) const { return p.key + row(slot) * HEAD_DIM; }
-    __device__ __forceinline__ ELEMENT* value_of(int slot) const { return p.value + row(slot) * VALUE_DIM; }
-};
-
-// A lane's data of a slot.
-struct Slot {
-    int number;
-    long long position;  // -1: empty
-    float score;
-    int in_top;
-
-    // As in the state.
-    __device__ __forceinline__ Slot(const Head& head, int number, int end)
-        : number(number), position(-1), score(0.0f), in_top(0) {
-        if (number < end) {
-            const long long at = head.row(number);
-            position = head.p.position[at];
-            score = head.p.score[at];
-            in_top = head.p.in_top[at];
-        }
-    }
-
-    // As after the token's arrival.
-    __device__ __forceinline__ void apply(const Change& change) {
-        if (number == change.dropped || position < 0) in_top = 0;
-        if (number != change.target) return;
-        position = change.position;
-        score = change.score;
-        in_top = change.enters;
-    }
-
-    // The bias of the key for the token at `now`.
-    __device__ __forceinline__ float bias(const StepParams& p, long long now) const {
-        return DELAY && position > now - p.delay ? 0.0f : score;
-    }
-
-    // Whether the token at `now` sees the key, or the key must be kept.
-    __device__ __forceinline__ bool needed(const StepParams& p, long long now) const {
-        return position >= 0 && (in_top || position < p.sinks || position > now - p.recent);
-    }
-};
-
-// Keeps the lower of two lowest keys, and the first of two free slots.
-__device__ __forceinline__ void merge(Candidate& own, const Candidate& other) {
-    const bool below = other.rank < own.rank || (other.rank == own.rank && other.position < own.position);
-    const int free = min(own.free, other.free);
-    if (other.slot != NO_SLOT && (own.slot == NO_SLOT || below)) own = other;
-    own.free = free;
-}
-
-// The same, over a warp.
-__device__ __forceinline__ Candidate merge_lanes(const Candidate& own) {
-    const auto lowest = [](bool among, unsigned x) { return __reduce_min_sync(ALL_LANES, among ? x : ~0u); };
-    bool among = own.slot != NO_SLOT;
-    const unsigned rank = lowest(among, own.rank);
-    among = among && own.rank == rank;
-    const unsigned high = static_cast<unsigned>(own.position >> 32), highest = lowest(among, high);
-    among = among && high == highest;
-    const unsigned low = static_cast<unsigned>(own.position), lower = lowest(among, low);
-    among = among && low == lower;
-    const unsigned slot = lowest(among, own.slot);
-    return {static_cast<long long>(static_cast<unsigned long long>(highest) << 32 | lower), rank,
-            slot == ~0u ? NO_SLOT : static_cast<int>(slot),
-            static_cast<int>(__reduce_min_sync(ALL_LANES, static_cast<unsigned>(own.free)))};
-}
-
-__device__ __forceinline__ void consider(Candidate& own, const Slot& slot, const Change& change, const StepParams& p) {
-    Candidate other = {slot.position, ordered(slot.score), NO_SLOT, NO_SLOT};
-    if (slot.in_top) other.slot = slot.number;
-    if (!slot.needed(p, change.position + 1)) other.free = slot.number;
-    merge(own, other);
-}
-
 // The logits of a step under the mask `seen` of its 16 slots, their biases in lanes 0 to 15.
 __device__ __forceinline__ void mask_logits(Logits& s, const LogitScale& logit, unsigned seen, float score) {
 #pragma unroll
@@ -229,77 +68,130 @@ __device__ __forceinline__ void mask_logits(Logits& s, const LogitScale& logit, 
     }
 }
 
-// out and lse of a sequence that takes no step.
-__device__ void write_nothing(const StepParams& p, const Head& head, int first_head, int rows) {
-    for (int i = threadIdx.x; i < rows * VALUE_DIM; i += THREADS) {
-        const long long row = (long long)head.batch * p.length + p.token;
-        from_float(p.out[(row * p.kv_heads * p.group + first_head + i / VALUE_DIM) * VALUE_DIM + i % VALUE_DIM], 0.0f);
-    }
-    if (p.lse != nullptr && threadIdx.x < rows)
-        p.lse[((long long)head.batch * p.kv_heads * p.group + first_head + threadIdx.x) * p.length + p.token] =
-            -infinity();
-}
-
 // The state after the token, except its rows. One thread.
 __device__ void change_state(const StepParams& p, const Head& head, const Change& change, Candidate lowest) {
-    if (change.dropped >= 0) p.in_top[head.row(change.dropped)] = 0;
-    if (change.target >= 0) {
-        const long long at = head.row(change.target);
-        p.score[at] = change.score;
-        p.position[at] = change.position;
-        p.in_top[at] = change.enters;
-    }
-    const int before = p.lowest[head.pair];  // read again: a register less in the loop
-    const int less_room = before + change.enters;
-    p.lowest[head.pair] = before < 0 && less_room < 0 ? less_room : lowest.slot;
-    p.lowest_score[head.pair] = from_ordered(lowest.rank);
-    p.free[head.pair] = lowest.free == NO_SLOT ? -1 : lowest.free;
+    change_slots(p, head, change);
+    const Found found(p.lowest[head.pair], change.enters, lowest);  // read again: a register less in the loop
+    p.lowest[head.pair] = found.lowest;
+    p.lowest_score[head.pair] = found.lowest_score;
+    p.free[head.pair] = found.free;
 }
 
-// The token's rows on their way to shared memory, one piece per thread.
+// The rows of `tokens` tokens on their way to shared memory, a piece per thread and token.
+template <int tokens>
 struct TokenRows {
-    Piece piece;
+    Piece piece[tokens];
 
-    __device__ __forceinline__ TokenRows(const Head& head) {
-        static_assert(KEY_PIECES + VALUE_PIECES <= THREADS, "a piece a thread");
+    __device__ __forceinline__ TokenRows(const Head& head, int count) {
         const int i = threadIdx.x;
-        piece = i < KEY_PIECES ? load_piece<HEAD_DIM>(head.new_key(), i, true)
-                               : load_piece<VALUE_DIM>(head.new_value(), i - KEY_PIECES, i < KEY_PIECES + VALUE_PIECES);
+#pragma unroll
+        for (int k = 0; k < tokens; ++k) {
+            const bool exists = tokens == 1 || k < count;
+            const int token = tokens == 1 ? head.p.token : exists ? k : 0;
+            piece[k] = i < KEY_PIECES ? load_piece<HEAD_DIM>(head.new_key(token), i, exists)
+                                      : load_piece<VALUE_DIM>(head.new_value(token), i - KEY_PIECES, exists && i < PIECES);
+        }
     }
 
     // Complete after the next barrier.
     __device__ __forceinline__ void store(StepShared& shared) const {
-        if (threadIdx.x < KEY_PIECES + VALUE_PIECES) shared.token[threadIdx.x] = piece;
+#pragma unroll
+        for (int k = 0; k < tokens; ++k)
+            if (threadIdx.x < PIECES) shared.token[k][threadIdx.x] = piece[k];
     }
 };
 
-// From shared memory to the token's slot.
-__device__ __forceinline__ void store_token(const StepShared& shared, const Head& head, int slot) {
+// From shared memory to a token's slot.
+__device__ __forceinline__ void store_token(const StepShared& shared, int token, const Head& head, int slot) {
     const int i = threadIdx.x;
     if (i < KEY_PIECES)
-        store_piece<HEAD_DIM>(head.key_of(slot), i, shared.token[i]);
-    else if (i < KEY_PIECES + VALUE_PIECES)
-        store_piece<VALUE_DIM>(head.value_of(slot), i - KEY_PIECES, shared.token[i]);
+        store_piece<HEAD_DIM>(head.key_of(slot), i, shared.token[token][i]);
+    else if (i < PIECES)
+        store_piece<VALUE_DIM>(head.value_of(slot), i - KEY_PIECES, shared.token[token][i]);
 }
 
-// The token's rows replace those of key `number` of a step.
-__device__ __forceinline__ void take_key(Keys& keys, const StepShared& shared, int number) {
+// A token's rows replace those of key `number` of a step.
+__device__ __forceinline__ void take_key(Keys& keys, const StepShared& shared, int token, int number) {
     const int lane = threadIdx.x & 31;
 #pragma unroll
     for (int n = 0; n < 2; ++n)
         if (8 * n + lane / 4 == number)
 #pragma unroll
-            for (int c = 0; c < KEY_CHUNKS; ++c) keys.piece[n][c] = shared.token[4 * c + lane % 4];
+            for (int c = 0; c < KEY_CHUNKS; ++c) keys.piece[n][c] = shared.token[token][4 * c + lane % 4];
 }
 
-__device__ __forceinline__ void take_value(Values& values, const StepShared& shared, int number) {
+__device__ __forceinline__ void take_value(Values& values, const StepShared& shared, int token, int number) {
     const int lane = threadIdx.x & 31;
 #pragma unroll
     for (int k = 0; k < 4; ++k)
         if (value_key(k) == number)
 #pragma unroll
-            for (int c = 0; c < VALUE_CHUNKS; ++c) values.piece[c][k] = shared.token[KEY_PIECES + 8 * c + lane / 4];
+            for (int c = 0; c < VALUE_CHUNKS; ++c) values.piece[c][k] = shared.token[token][KEY_PIECES + 8 * c + lane / 4];
 }
+
+#if PLANNED
+// What the tokens that a launch attends from see of a lane's slot in a step of a warp.
+struct Turns {
+    unsigned sees;    // bit t: token t sees the slot
+    unsigned begins;  // bit t: token t is not like the one before it: another key in a slot of the step, or seen otherwise
+
+    __device__ __forceinline__ unsigned seen() const { return __ballot_sync(ALL_LANES, sees != 0); }
+    __device__ __forceinline__ unsigned seen_by(int t) const { return __ballot_sync(ALL_LANES, sees >> t & 1); }
+};
+
+struct Planned {
+    const StepParams& p;
+    const StepShared& shared;
+    long long first_position;  // of the launch's first token
+    int count;                 // tokens of the call up to the launch's last
+    Change own;                // token threadIdx.x
+
+    __device__ __forceinline__ Planned(const StepParams& p, const StepShared& shared, const Head& head, int count)
+        : p(p), shared(shared), first_position(head.position + p.token), count(count) {
+        const Plan& plan = p.plans[head.batch * p.kv_heads + head.group];
+        if (threadIdx.x < count) own = plan.changes[threadIdx.x];
+    }
+
+    // Complete after the next barrier.
+    __device__ __forceinline__ void store(StepShared& shared) const {
+        if (threadIdx.x < count) shared.changes[threadIdx.x] = own;
+    }
+
+    __device__ __forceinline__ long long position(int t) const { return first_position + t; }
+
+    // The tokens of the call that change one of the 16 slots from `base` on.
+    __device__ __forceinline__ unsigned at(int base) const {
+        const int lane = threadIdx.x & 31;
+        const auto here = [&](int slot) { return static_cast<unsigned>(slot - base) < STEP; };
+        return __ballot_sync(ALL_LANES,
+                             lane < count && (here(shared.changes[lane].dropped) || here(shared.changes[lane].target)));
+    }
+
+    // Given the lane's slot of a step as it is in the state.
+    __device__ __forceinline__ Turns turns(Slot slot, int base, int end) const {
+        const bool mine = (threadIdx.x & 31) < STEP && slot.number < end;
+        unsigned sees = 0, near = 0, begins = 0;
+        int from = 0;
+        const auto until = [&](int to) {  // the tokens up to `to` find the slot as it is
+            const unsigned tokens = (1u << to) - (1u << from);
+            sees |= tokens & slot.seen_by(p, first_position);
+            near |= tokens & slot.near_to(p, first_position);
+            from = to;
+        };
+        for (unsigned left = at(base); left != 0; left &= left - 1) {
+            const int k = __ffs(left) - 1, t = max(k - p.token, 0);
+            until(t);
+            slot.apply(shared.changes[k]);
+            if (static_cast<unsigned>(shared.changes[k].target - base) < STEP) begins |= 1u << t;
+        }
+        until(count - p.token);
+        if (!mine) sees = 0;
+        near &= sees;
+        begins |= __reduce_or_sync(ALL_LANES, (sees ^ sees << 1) | (near ^ near << 1));
+        return {sees, TOKENS == 1 ? 0 : begins & ((1u << (count - p.token)) - 2)};
+    }
+};
+#endif
 
 #if CLUSTER > 1
 #define CLUSTERED __cluster_dims__(CLUSTER, 1, 1)
@@ -324,13 +216,22 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) deco
     const Segment segment = {0, 0, pair, pair * num_splits};
 #endif
     const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
-    const Head head(p, segment);
-    const int rows = ATTEND ? min(ROWS, p.group - set * ROWS) : 0;  // query heads of this block
-    const int first_head = head.group * p.group + set * ROWS;
-    if (p.counts != nullptr && p.counts[head.batch * p.count_words] <= p.token) {  // fewer than 2^31 tokens
-        if (ATTEND && split == 0) write_nothing(p, head, first_head, rows);
+    const Served served = RAGGED ? Served::of_cache(p, segment.pair) : Served::of_call(p, segment.pair);
+    if (served.is_idle()) {
+        if (ATTEND && !PLANNED && split == 0)
+            write_nothing(p, served.batch, p.token, served.group * p.group + set * HEADS,
+                          min(HEADS, p.group - set * HEADS));
         return;
     }
+    const Head head(p, served, SLOTS ? served.pair(p) : segment.pair, segment.start, segment.slots);
+    const int heads = ATTEND ? min(HEADS, p.group - set * HEADS) : 0;  // query heads of this block
+    const int first_head = head.group * p.group + set * HEADS;
+    const int real = PLANNED ? served.tokens(p) : p.token + 1, count = min(real, p.token + TOKENS);
+    if (PLANNED ? real <= p.token : p.counts != nullptr && p.counts[head.batch * p.count_words] <= p.token) {
+        if (ATTEND && !PLANNED && split == 0) write_nothing(p, head.batch, p.token, first_head, heads);
+        return;
+    }
+    const int rows = TOKENS > 1 ? (count - p.token) * HEADS : heads;
 #if CLUSTER > 1
     cluster_arrive_running();  // its shared memory exists
 #endif
@@ -338,12 +239,13 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) deco
     // ---- this block's split of the slots ----
     const int first = split * p.split_size + warp * STEP, end = min((split + 1) * p.split_size, head.end());
     constexpr int STRIDE = WARPS * STEP;  // from a warp's step to its next
-    const TokenRows token(head);
+    const TokenRows<PLANNED ? MAX_TOKENS : 1> token(head, count);
     Candidate candidate = NOTHING;
     Change change = {0, 0.0f, false, -1, -1};
     if constexpr (ATTEND) {
         const Query query(rows, [&](int row) {
-            return p.query + head.batch * p.query_batch + p.token * p.query_row + (first_head + row) * p.query_head;
+            return p.query + head.batch * p.query_batch + (p.token + token_of(row)) * p.query_row +
+                   (first_head + head_of(row)) * p.query_head;
         });
         const LogitScale logit(p.scale, p.softcap);
         WarpState state;
@@ -356,6 +258,82 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) deco
         const auto key_at = [&](int i) { return head.key_of(slot_to_read(i)); };
         const auto value_at = [&](int i) { return head.value_of(slot_to_read(i)); };
         const auto slot_at = [&](int base) { return Slot(head, base + lane, lane < STEP ? end : 0); };
+        Slot slot = slot_at(first), following = slot_at(first + STRIDE);
+        if (TOGETHER) {
+            load_keys(keys, key_at);
+            load_values(values, value_at);
+        }
+#if PLANNED
+        const Planned planned(p, shared, head, count);
+        planned.store(shared);
+        query.store(shared.split);
+        token.store(shared);
+        __syncthreads();  // the plan, the queries and the tokens are in place
+        Turns turns = planned.turns(slot, first, end);
+        seen = turns.seen();
+        for (int base = first; base < end; base += STRIDE) {
+            const Turns now = turns;
+            const unsigned changes = planned.at(base);
+            Logits s;
+            if (!TOGETHER) load_keys(keys, key_at);
+            // Tokens before `until` come into the slots of this step.
+            unsigned left = changes;
+            const auto take_keys = [&](int until) {
+                for (; left != 0 && __ffs(left) <= until; left &= left - 1) {
+                    const int k = __ffs(left) - 1;
+                    slot.apply(shared.changes[k]);
+                    take_key(keys, shared, k, shared.changes[k].target - base);
+                }
+            };
+            take_keys(p.token + 1);
+            score_keys(s, shared.split, keys);
+            const float score = slot.bias(p, planned.position(0));
+            if (TOKENS > 1 && now.begins != 0) mask_logits(s, logit, now.seen_by(0), score);
+            for (unsigned begins = TOKENS > 1 ? now.begins : 0; begins != 0; begins &= begins - 1) {
+                const int t = __ffs(begins) - 1;
+                take_keys(p.token + t + 1);
+                Logits other;
+                score_keys(other, shared.split, keys);
+                mask_logits(other, logit, now.seen_by(t), slot.bias(p, planned.position(t)));
+#pragma unroll
+                for (int i = 0; i < 8; ++i)
+                    if (lane / 4 + 8 * fragment_row(i) >= t * HEADS) s.x[i] = other.x[i];
+            }
+            if (!TOGETHER) load_values(values, value_at);
+            // As with one token.
+            slot = following;
+            following = slot_at(base + 2 * STRIDE);
+            next_slot = base + STRIDE;
+            turns = planned.turns(slot, base + STRIDE, end);
+            seen = turns.seen();
+            if (TOGETHER) load_keys(keys, key_at);
+            if (TOKENS == 1 || now.begins == 0) mask_logits(s, logit, now.seen_by(0), score);
+            state.online_softmax(s);
+            left = changes;
+            const auto take_values = [&](int until) {
+                for (; left != 0 && __ffs(left) <= until; left &= left - 1) {
+                    const int k = __ffs(left) - 1;
+                    take_value(values, shared, k, shared.changes[k].target - base);
+                }
+            };
+            take_values(p.token + 1);
+            only_seen(values, now.seen_by(0));
+            if (TOKENS == 1 || now.begins == 0) {
+                state.add(s, values);
+            } else {
+                int t = 0;
+                for (unsigned begins = now.begins;; begins &= begins - 1) {
+                    const int next = begins != 0 ? __ffs(begins) - 1 : TOKENS;
+                    state.add(s, values, RowRange{t * HEADS, next * HEADS});
+                    if (begins == 0) break;
+                    t = next;
+                    take_values(p.token + t + 1);
+                    only_seen(values, now.seen_by(t));
+                }
+            }
+            if (TOGETHER) load_values(values, value_at);
+        }
+#else
         const auto arrive = [&](Slot& slot) {  // after the token's arrival: the mask of the step's slots
             slot.apply(change);
             const bool mine = lane < STEP && slot.number < end;
@@ -363,11 +341,6 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) deco
             const bool hidden = slot.bias(p, change.position) == -infinity();
             return __ballot_sync(ALL_LANES, mine && slot.needed(p, change.position) && !hidden);
         };
-        Slot slot = slot_at(first), following = slot_at(first + STRIDE);
-        if (TOGETHER) {
-            load_keys(keys, key_at);
-            load_values(values, value_at);
-        }
         change = head.change();
         seen = arrive(slot);
         query.store(shared.split);
@@ -380,10 +353,10 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) deco
             const bool here = taken >= 0 && taken < STEP;
             Logits s;
             if (!TOGETHER) load_keys(keys, key_at);
-            if (here) take_key(keys, shared, taken);
+            if (here) take_key(keys, shared, 0, taken);
             score_keys(s, shared.split, keys);
             if (!TOGETHER) load_values(values, value_at);
-            if (here) take_value(values, shared, taken);
+            if (here) take_value(values, shared, 0, taken);
             // The next step's keys load while this step waits for its values; its values load during its QK MMA.
             slot = following;
             following = slot_at(base + 2 * STRIDE);
@@ -396,6 +369,7 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) deco
             state.add(s, values);
             if (TOGETHER) load_values(values, value_at);
         }
+#endif
         state.leave(shared.split);
     } else {
         token.store(shared);
@@ -406,8 +380,10 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) deco
             if (lane < STEP && slot.number < end) consider(candidate, slot, change, p);
         }
     }
-    candidate = merge_lanes(candidate);
-    if (lane == 0) shared.candidates[warp] = candidate;
+    if (!PLANNED) {
+        candidate = merge_lanes(candidate);
+        if (lane == 0) shared.candidates[warp] = candidate;
+    }
     __syncthreads();  // the results of all warps are in place
 
     // ---- the last block of a (sequence, kv head), or the first of a cluster, continues ----
@@ -428,12 +404,12 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) deco
     Candidate* split_candidate = p.candidates + segment.first_split + split;
 #endif
     if (blocks > 1) {
-        if (set == 0 && warp == WARPS - 1) {
+        if (!PLANNED && set == 0 && warp == WARPS - 1) {
             candidate = merge_lanes(lane < WARPS ? shared.candidates[lane] : NOTHING);
             if (lane == 0) *split_candidate = candidate;
         }
         if (ATTEND)
-            combine<false>(o, states, WARPS, weights, shared.split, rows,
+            combine<false, HEADS>(o, states, WARPS, weights, shared.split, rows,
                            [&](int row, const SplitState& s) { split_state[row] = s; },
                            [&](int row, int d, float x, float) { split_o[row * VALUE_DIM + d] = x; });
 #if CLUSTER > 1
@@ -454,35 +430,52 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) deco
     }
 
     // ---- no other block reads the state any more: change it ----
+    const int pairs = RAGGED || SLOTS || PLANNED ? p.pairs : gridDim.x / blocks;
+#if PLANNED
+    if (p.commits && real == count) {
+        if (threadIdx.x == 0) {
+            const Plan& plan = p.plans[served.batch * p.kv_heads + served.group];
+            for (int k = 0; k < count; ++k) change_slots(p, head, shared.changes[k]);
+            p.lowest[head.pair] = plan.lowest;
+            p.lowest_score[head.pair] = plan.lowest_score;
+            p.free[head.pair] = plan.free;
+            change_length(p, head, pairs, head.position + count);
+        }
+        for (int k = 0; k < count; ++k)
+            if (shared.changes[k].target >= 0) store_token(shared, k, head, shared.changes[k].target);
+    }
+#else
     if (warp == WARPS - 1) {
         Candidate best = NOTHING;
         for (int i = lane; i < candidates; i += 32) merge(best, found[i]);
         best = merge_lanes(best);
         if (lane == 0) change_state(p, head, change, best);
     } else if (warp == WARPS - 2 && lane == 0) {
-        unsigned* heads = p.tickets + (RAGGED ? p.pairs : gridDim.x / blocks) + head.batch;
-        if (p.kv_heads == 1 || take_ticket(heads, p.kv_heads - 1) == p.kv_heads - 1)
-            p.lengths[head.batch] = change.position + 1;
+        change_length(p, head, pairs, change.position + 1);
     }
-    if (change.target >= 0) store_token(shared, head, change.target);
+    if (change.target >= 0) store_token(shared, 0, head, change.target);
+#endif
     if (!ATTEND) return;
     for (int s = 0; s < sets; ++s) {
-        const int first_of_set = head.group * p.group + s * ROWS, rows_of_set = min(ROWS, p.group - s * ROWS);
+        const int first_of_set = head.group * p.group + s * HEADS;
+        const int rows_of_set = TOKENS > 1 ? rows : min(HEADS, p.group - s * HEADS);
         const auto write_lse = [&](int row, const SplitState& found) {
-            const long long of_head = (long long)head.batch * p.kv_heads * p.group + first_of_set + row;
-            if (p.lse != nullptr) p.lse[of_head * p.length + p.token] = natural_lse(found);
+            const long long of_head = (long long)head.batch * p.kv_heads * p.group + first_of_set + head_of(row);
+            if (p.lse != nullptr) p.lse[of_head * p.length + p.token + token_of(row)] = natural_lse(found);
         };
         const auto write_out = [&](int row, int d, float x, float l) {
-            const long long of_token = (long long)head.batch * p.length + p.token;
-            from_float(p.out[(of_token * p.kv_heads * p.group + first_of_set + row) * VALUE_DIM + d],
+            const long long of_token = (long long)head.batch * p.length + p.token + token_of(row);
+            from_float(p.out[(of_token * p.kv_heads * p.group + first_of_set + head_of(row)) * VALUE_DIM + d],
                        l == 0.0f ? 0.0f : x / l);
         };
         if (CLUSTER > 1 || blocks == 1) {
-            combine<false>(o, states, CLUSTER > 1 ? CLUSTER : WARPS, weights, shared.split, rows_of_set, write_lse, write_out);
+            combine<false, HEADS>(o, states, CLUSTER > 1 ? CLUSTER : WARPS, weights, shared.split, rows_of_set, write_lse,
+                                  write_out);
         } else {
-            const long long of_set = RAGGED ? s * p.num_splits + segment.first_split : (head.pair * sets + s) * num_splits;
-            combine<true>(p.partial + of_set * (ROWS * VALUE_DIM), p.partial_state + of_set * ROWS, num_splits, weights,
-                          shared.split, rows_of_set, write_lse, write_out);
+            const long long of_pair = (long long)segment.pair * sets + s;
+            const long long of_set = RAGGED ? s * p.num_splits + segment.first_split : of_pair * num_splits;
+            combine<true, HEADS>(p.partial + of_set * (ROWS * VALUE_DIM), p.partial_state + of_set * ROWS, num_splits,
+                                 weights, shared.split, rows_of_set, write_lse, write_out);
         }
         __syncthreads();  // weights and sums have been read
     }

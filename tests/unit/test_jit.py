@@ -183,6 +183,16 @@ def decoding() -> list[jit.Config]:
         found += [step.StepConfig(*common, True, 1, *rest) for rest in ((True, False), (False, True), (True, True))]
         found += [flash_decode.FlashDecodeConfig(*common, *rest) for rest in (
             (True, rows > 2, False, True), (False, True, rows == 4, True), (False, False, rows == 3, False))]
+    for dtype, size, rows, tokens, slots in (("bfloat16", 64, 16, 8, False), ("float16", 128, 8, 4, True),
+                                             ("bfloat16", 128, 16, 8, False), ("float16", 256, 8, 4, False),
+                                             ("float32", 64, 16, 2, False), ("float32", 256, 8, 1, True),
+                                             ("float16", 33, 12, 4, True)):
+        element, vector = configs.ELEMENTS[dtype], size % 8 == 0
+        common = (element, size, size, vector, rows, split.WARPS, size == 33, split.min_blocks(size, size, dtype, rows))
+        found += [step.StepConfig(*common, True, 1, size == 64, ragged, slots, True, tokens)
+                  for ragged in (False, True)]
+        found.append(step.StepConfig(*common, slots, 1, slots=True))  # of one token
+        found.append(step.PlanConfig(*common[:4], 1, step.PLAN_WARPS, False, 1, size > 64, slots, size == 33))
     return found
 
 
@@ -190,8 +200,11 @@ def clusters() -> list[jit.Config]:
     """Steps of decoding with few heads, on GPUs that have clusters of blocks."""
     shapes = (("bfloat16", 64, 2, True), ("float16", 128, 16, True), ("float16", 33, 3, True),
               ("float32", 256, 8, True), ("float32", 128, 2, False))
-    return [step.StepConfig(configs.ELEMENTS[dtype], size, size, size % 8 == 0, rows, step.CLUSTER_WARPS,
-                              size == 33, 1, attend, step.CLUSTER) for dtype, size, rows, attend in shapes]
+    found = [step.StepConfig(configs.ELEMENTS[dtype], size, size, size % 8 == 0, rows, step.CLUSTER_WARPS,
+                             size == 33, 1, attend, step.CLUSTER) for dtype, size, rows, attend in shapes]
+    several = (("bfloat16", 64, 16, 8), ("float16", 128, 8, 4), ("float32", 128, 8, 4))
+    return found + [step.StepConfig(configs.ELEMENTS[dtype], size, size, True, rows, step.CLUSTER_WARPS, False, 1, True,
+                                    step.CLUSTER, planned=True, tokens=tokens) for dtype, size, rows, tokens in several]
 
 
 def chosen(arch: str) -> list[jit.Config]:
@@ -213,7 +226,8 @@ def chosen(arch: str) -> list[jit.Config]:
 def allowed_spills(config: jit.Config, arch: str) -> int:
     """In bytes."""
     if config.source in ("decode/step.cu", "decode/flash_decode.cu") and config.element != "float" and arch == "sm_90a":
-        return 32 if getattr(config, "delay", False) else 0  # the usual steps of decoding; a delay at D 256: 16
+        # The usual steps of decoding; a delay at D 256: 16, many rows of several tokens at D 128: 16.
+        return 32 if getattr(config, "delay", False) or getattr(config, "planned", False) else 0
     if config.source == "sm90/combine.cu":
         return 0
     if config.source == "sm80/backward_dkv.cu":

@@ -25,6 +25,7 @@ from tests.emulator.tests import (
     test_forward,
     test_lifetimes,
     test_numerics,
+    test_several_tokens,
     test_sm90_backward,
     test_sm90_stored,
     test_strides_and_reuse,
@@ -151,6 +152,17 @@ def decoding(history: History | None = None, **options: Any) -> Callable[[], Non
             history.check(*results, begin=p)
 
     return check
+
+
+def several(case: int, length: int = 8) -> Callable[[], None]:
+    """Bits of several tokens in a launch."""
+    return elsewhere(test_several_tokens.test_bits_are_those_of_tokens_one_by_one, test_several_tokens.CASES[case],
+                     length)
+
+
+def slots(case: int, length: int = 4) -> Callable[[], None]:
+    found = next(m for m in test_several_tokens.test_slots.pytestmark if m.args[0] == "case").args[1][case]
+    return elsewhere(test_several_tokens.test_slots, found, length, True)
 
 
 def flash_decode() -> None:
@@ -430,6 +442,13 @@ OWN: dict[str, Callable[[], None]] = {
     "decoding[sinks and recent]": decoding(sinks=2, recent=3),
     "decoding[gates]": decoding(Gates(dtype="float16", head_dim=16, length=24, batch=1, capacity=3)),
     "decoding[ragged]": decoding(window=(66, 3), length=72, batch=2, heads=24, kv_heads=2, head_dim=8),
+    "several": several(0), "several[sinks and recent]": several(1), "several[splits]": several(5),
+    "several[recent]": several(12),
+    "several[infinities]":
+        elsewhere(test_several_tokens.test_infinities_and_nan_stay_with_those_who_see_them, "value", "float16"),
+    "several[speculation]": elsewhere(test_several_tokens.test_speculation, test_several_tokens.CASES[1]),
+    "several[launches]": elsewhere(test_several_tokens.test_sequences_with_fewer_tokens, 6),
+    "slots": slots(0, 1), "slots[ragged]": slots(1),
     "decoding[windows]": decoding(window=(9, 4)), "decoding[delay]": decoding(bias_delay=4, scores="hidden"),
     "last_queries[1]": last_queries(1),
     "last_queries[4]": last_queries(4),

@@ -65,9 +65,13 @@ def choose_split_size(sizes: tuple[int, ...], sets: int, resident: int) -> int:
 
 def rows_of_group(group: int, head_dim: int, value_dim: int, dtype: str) -> tuple[int, int]:
     """Query heads per block, all of one GQA group, and the number of such sets in a group."""
-    long = max(head_dim, value_dim) * ELEMENT_BYTES[ELEMENTS[dtype]] > ROW_BYTES
-    sets = max(1, blocks(group, 8 if long else 16))
+    sets = max(1, blocks(group, max_rows(head_dim, value_dim, dtype)))
     return max(1, blocks(group, sets)), sets
+
+
+def max_rows(head_dim: int, value_dim: int, dtype: str) -> int:
+    """Of a block's tile."""
+    return 8 if max(head_dim, value_dim) * ELEMENT_BYTES[ELEMENTS[dtype]] > ROW_BYTES else 16
 
 
 def min_blocks(head_dim: int, value_dim: int, dtype: str, rows: int, cluster: int = 1) -> int:

@@ -1,4 +1,4 @@
-"""The decode cache, one token at a time (SPEC section 7): one launch per token, whatever the history.
+"""The decode cache, a few tokens at a time (SPEC section 7), whatever the history.
 
 The slots of a (sequence, kv head) are split among blocks; the last block to finish combines their results and updates
 the state (``kernels/decode/step.cu``). Blocks exchange results through arrays that are made at the first step and kept
@@ -6,6 +6,12 @@ with the state, so that later steps allocate nothing and a CUDA graph of a step 
 initial values, except the tickets, which are made with the state. On Hopper the blocks of a step with few heads form
 clusters and exchange results in shared memory, unless numbers of slots differ: then heads have as many blocks as their
 slots fill, and an array says to which head a block belongs.
+
+One token takes one launch. Several take two: ``kernels/decode/plan.cu`` finds what each of them changes, then the step
+attends from all of them, with the blocks of a single token, so that results do not depend on how tokens are grouped.
+Where a tile of the tensor cores has no room for the query heads of all tokens, there are more launches of the step.
+Where it has none for two tokens, each token takes a launch without a plan. A call that does not commit always has a
+plan. A call of several tokens without queries is one launch, of the plan.
 """
 from __future__ import annotations
 
@@ -17,11 +23,13 @@ from cupy_dma.arrays import Operand
 from cupy_dma.backends.cuda.attention.problem import rows_aligned
 from cupy_dma.backends.cuda.attention.split import (
     BLOCK_STEPS,
+    ROW_BYTES,
     STEP,
     WARPS,
     SplitConfig,
     choose_split_size,
     choose_splits,
+    max_rows,
     min_blocks,
     rows_of_group,
 )
@@ -31,9 +39,10 @@ from cupy_dma.backends.cuda.runtime.device import LoadedKernel, Runtime
 from cupy_dma.cache.state import CacheState, ExtendCall
 from cupy_dma.masks.runs import NEVER
 
-STEPS = 8  # calls of up to this many tokens run token by token
+STEPS = 8  # the most tokens of a call; MAX_TOKENS of the kernels
 CLUSTER, CLUSTER_WARPS, CLUSTER_STEPS = 8, 8, 3  # blocks of a cluster, warps of such a block, and its BLOCK_STEPS
-CANDIDATE_WORDS = 6  # of struct Candidate
+CANDIDATE_WORDS, PLAN_WORDS = 6, 52  # of struct Candidate and struct Plan
+PLAN_WARPS = 8  # of a block of the plan
 
 
 @dataclass(frozen=True)
@@ -43,13 +52,26 @@ class StepConfig(SplitConfig):
     cluster: int  # blocks of a cluster, 1 = none
     delay: bool = False  # whether the bias is delayed
     ragged: bool = False  # whether numbers of slots differ
+    slots: bool = False  # whether the call's sequences are some of the cache's
+    planned: bool = False  # whether a plan says what the tokens change
+    tokens: int = 1  # that a launch attends from; ``rows`` are those of all of them
 
     def shared_bytes(self, num_splits: int) -> int:
         """``struct StepShared`` and the weights."""
         pieces = 16 // ELEMENT_BYTES[self.element]
         token = 16 * (4 * blocks(self.head_dim, 4 * pieces) + 8 * blocks(self.value_dim, 8 * pieces))
+        tokens = STEPS * (token + 24) if self.planned else token
         found = self.cluster * (4 * self.rows * (self.value_dim + 2) + 24) + 16 if self.cluster > 1 else 0
-        return super().shared_bytes(num_splits) + token + found + 24 * self.warps + 32
+        return super().shared_bytes(num_splits) + tokens + found + 24 * self.warps + 32
+
+
+@dataclass(frozen=True)
+class PlanConfig(SplitConfig):
+    source = "decode/plan.cu"
+    attend: bool
+    ragged: bool
+    slots: bool
+    delay: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,10 +93,10 @@ def serves(state: CacheState, call: ExtendCall) -> bool:
 
 
 def step(runtime: Runtime, state: CacheState, call: ExtendCall) -> tuple[Any, Any]:
-    """``out (B, L, H, Dv)`` and ``lse (B, H, L)`` of a call that ``serves``, None if not requested; updates the state.
-    One launch per token."""
+    """``out (n, L, H, Dv)`` and ``lse (n, H, L)`` of a call that ``serves``, None if not requested; updates the state
+    if the call commits."""
     library, device, query = state.library, state.device, call.query
-    index, batch, length = device.index, state.batch, call.length
+    index, batch, length = device.index, call.batch, call.length
     heads = 0 if query is None else query.shape[2]
     out = lse = None
     if query is not None:
@@ -84,21 +106,20 @@ def step(runtime: Runtime, state: CacheState, call: ExtendCall) -> tuple[Any, An
             lse = call.lse.array
         elif call.return_lse:
             lse = library.empty((batch, heads, length), "float32", device)
-    if batch == 0:
+    if batch == 0 or not call.commits and query is None:
         return out, lse
     group = heads // state.kv_heads
     if state.segments is None:
-        plan = split(state.key.shape, state.value_dim, group, state.key.dtype, runtime.num_sms(index),
-                     runtime.hopper(index))
+        plan = split((batch, state.kv_heads, state.rows, state.head_dim), state.value_dim, group, state.key.dtype,
+                     runtime.num_sms(index), runtime.hopper(index))
     else:
         plan = _split_segments(state, group, runtime.num_sms(index))
+    tokens = tokens_of_launch(length, plan.rows, plan.sets, state) if query is not None else length
+    some, ragged = call.slots is not None, state.segments is not None
+    planned = tokens > 1 or not call.commits or some and ragged
     operands = (call.key, call.value) if query is None else (query, call.key, call.value)
-    kernel = _kernel(runtime, index, plan.num_splits, ELEMENTS[state.key.dtype], state.head_dim, state.value_dim,
-                     rows_aligned(*operands), plan.rows, plan.warps, call.softcap > 0.0,
-                     min_blocks(state.head_dim, state.value_dim, state.key.dtype, plan.rows, plan.cluster),
-                     query is not None, plan.cluster, call.bias_delay > 0 or not call.is_biased,
-                     state.segments is not None)
-    fixed, scratch = _fixed(state, plan, heads)
+    kind = ELEMENTS[state.key.dtype], state.head_dim, state.value_dim, rows_aligned(*operands)
+    fixed, scratch = _fixed(state, plan, heads, batch, tokens, planned)
     fields = {**fixed, **_moving(call)}
     if out is not None:
         fields["out"] = library.pointer(out)
@@ -106,10 +127,28 @@ def step(runtime: Runtime, state: CacheState, call: ExtendCall) -> tuple[Any, An
         fields["lse"] = library.pointer(lse)
     pack, stream = jit.params("decode/step.cu", "StepParams").pack_some, library.stream(device)
     with runtime.on(device):
-        for token in range(length):
-            kernel.launch(plan.grid, 32 * plan.warps, pack(fields, {"token": token}), stream)
+        if planned:
+            _plan_kernel(runtime, index, *kind, query is not None, ragged, some).launch(
+                batch * state.kv_heads, 32 * PLAN_WARPS, pack(fields), stream)
+        if query is not None or not planned:
+            rows = plan.rows * (tokens if planned else 1)
+            kernel = _kernel(runtime, index, plan.num_splits, *kind, rows, plan.warps, call.softcap > 0.0,
+                             min_blocks(state.head_dim, state.value_dim, state.key.dtype, rows, plan.cluster),
+                             query is not None, plan.cluster, call.bias_delay > 0 or not call.is_biased, ragged, some,
+                             planned, tokens)
+            for token in range(0, length, tokens):
+                kernel.launch(plan.grid, 32 * plan.warps, pack(fields, {"token": token}), stream)
     del scratch  # a captured step needs it until here
     return out, lse
+
+
+def tokens_of_launch(length: int, rows: int, sets: int, state: CacheState) -> int:
+    """From how many of a call's ``length`` tokens a launch attends: a power of 2, so that there are few kernels. Rows
+    of more than 512 bytes leave no registers for several."""
+    row_bytes = max(state.head_dim, state.value_dim) * ELEMENT_BYTES[ELEMENTS[state.key.dtype]]
+    fitting = 1 if sets > 1 or row_bytes > 2 * ROW_BYTES else max_rows(
+        state.head_dim, state.value_dim, state.key.dtype) // rows
+    return next(n for n in (1, 2, 4, 8) if n >= length or 2 * n > fitting)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -159,36 +198,50 @@ def cluster_split_size(slots: int) -> int:
 @functools.cache  # keyed by fields, which hash faster than a configuration
 def _kernel(runtime: Runtime, index: int, num_splits: int, element: str, head_dim: int, value_dim: int, vector: bool,
             rows: int, warps: int, softcap: bool, min_blocks: int, attend: bool, cluster: int,
-            delay: bool, ragged: bool) -> LoadedKernel:
+            delay: bool, ragged: bool, slots: bool = False, planned: bool = False, tokens: int = 1) -> LoadedKernel:
     config = StepConfig(element=element, head_dim=head_dim, value_dim=value_dim, vector=vector, rows=rows, warps=warps,
                         softcap=softcap, min_blocks=min_blocks, attend=attend, cluster=cluster, delay=delay,
-                        ragged=ragged)
+                        ragged=ragged, slots=slots, planned=planned, tokens=tokens)
     return runtime.load(config, "decode_step", index, config.shared_bytes(num_splits))
 
 
-def _fixed(state: CacheState, plan: SplitPlan, heads: int) -> tuple[dict[str, Any], list[Operand]]:
-    """Parameters that are the same at every step of this state; kept with it, and the arrays that they point to.
+@functools.cache
+def _plan_kernel(runtime: Runtime, index: int, element: str, head_dim: int, value_dim: int, vector: bool, attend: bool,
+                 ragged: bool, slots: bool) -> LoadedKernel:
+    return runtime.load(PlanConfig(
+        element=element, head_dim=head_dim, value_dim=value_dim, vector=vector, rows=1, warps=PLAN_WARPS, softcap=False,
+        min_blocks=1, attend=attend, ragged=ragged, slots=slots), "decode_plan", index)
+
+
+def _fixed(state: CacheState, plan: SplitPlan, heads: int, batch: int, tokens: int,
+           planned: bool) -> tuple[dict[str, Any], list[Operand]]:
+    """Parameters that are the same at every such step of this state; kept with it, and the arrays that they point to.
 
     If a step is captured before any has run, its arrays belong to the graph: they are returned, not kept.
     """
-    name, arrays = ("decode step", heads), {}
+    name, arrays = ("decode step", heads, batch, tokens, planned), {}
     found = state.workspace.get(name)
     if found is None:
         pairs, splits = state.batch * state.kv_heads, plan.grid // plan.sets  # of all pairs
-        tiles = plan.grid if plan.grid > pairs and plan.cluster == 1 else 0  # a single split needs none
-        sizes = {"partial": tiles * plan.rows * state.value_dim if heads else 0,
-                 "partial_state": 2 * tiles * plan.rows, "candidates": CANDIDATE_WORDS * splits}
-        arrays = {key: _made(state, f"{name} {key}", size) for key, size in sizes.items()}
+        tiles = plan.grid if plan.num_splits * plan.sets > 1 and plan.cluster == 1 else 0  # a single split needs none
+        rows = plan.rows * (tokens if heads else 0)
+        sizes = {"partial": tiles * rows * state.value_dim, "partial_state": 2 * tiles * rows}
+        if planned:
+            sizes["plans"] = PLAN_WORDS * batch * state.kv_heads
+        else:
+            sizes["candidates"] = CANDIDATE_WORDS * splits
+        arrays = {key: _made(state, f"{name} {key}", size) for key, size in sizes.items() if heads or not planned}
         segments = {}
         if state.segments is not None:
             arrays["segments"] = _segments(state, plan, name)
-            segments = {"num_splits": splits, "pairs": pairs}
+            segments = {"num_splits": splits, "segment_start": state.segments.start.pointer,
+                        "segment_slots": state.segments.count.pointer}
         found = {key: array.pointer for key, array in arrays.items()} | {
             "tickets": state.tickets.pointer,
             "key": state.key.pointer, "value": state.value.pointer, "score": state.scores.pointer,
             "position": state.positions.pointer, "in_top": state.in_top.pointer, "lengths": state.lengths.pointer,
             "lowest": state.lowest.pointer, "lowest_score": state.lowest_score.pointer, "free": state.free.pointer,
-            "kv_heads": state.kv_heads, "group": heads // state.kv_heads, "sets": plan.sets,
+            "kv_heads": state.kv_heads, "group": heads // state.kv_heads, "sets": plan.sets, "pairs": pairs,
             "num_splits": plan.num_splits, "split_size": plan.split_size, "slots": state.rows,
             "sinks": state.sinks, "recent": state.recent, "threshold": state.threshold} | segments
         if not state.library.is_capturing(state.device):
@@ -224,11 +277,14 @@ def _moving(call: ExtendCall) -> dict[str, Any]:
         "key_batch": key.strides[0], "key_row": key.strides[1], "key_head": key.strides[2],
         "value_batch": value.strides[0], "value_row": value.strides[1], "value_head": value.strides[2],
         "score_batch": scores.strides[0], "score_head": scores.strides[1], "score_token": scores.strides[2],
-        "length": call.length, "scale": call.scale, "softcap": call.softcap,
+        "length": call.length, "calls": call.batch, "commits": call.commits,
+        "scale": call.scale, "softcap": call.softcap,
         "delay": call.bias_delay if call.is_biased else NEVER}
     if query is not None:
         fields.update(query=query.pointer, query_batch=query.strides[0], query_row=query.strides[1],
                       query_head=query.strides[2])
+    if call.slots is not None:
+        fields["slots_of"] = call.slots.pointer
     if counts is not None:
         fields.update(counts=counts.pointer, count_words=2 if counts.dtype == "int64" else 1)
     return fields
