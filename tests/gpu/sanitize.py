@@ -226,7 +226,8 @@ def varlen_backward() -> int:
 
 
 def decoding() -> int:
-    """Single tokens into caches, with one split and with several, and the last queries of histories."""
+    """Tokens into caches, one by one and several at once, with one split and with several, and the last queries of
+    histories."""
     return _steps() + _last_queries()
 
 
@@ -252,8 +253,25 @@ def _steps() -> int:
         for p in range(history.length):
             outs.append(history.run(cache, [1], cupy.asarray, begin=p))
             history.check_kept(cache, p)
-        history.check(*(np.concatenate(x, axis) for x, axis in zip(zip(*outs), (1, 2))), tf32=True)
-    return len(histories)
+        results = [np.concatenate(x, axis) for x, axis in zip(zip(*outs), (1, 2))]
+        history.check(*results, tf32=True)
+        _several(history, cache, results)
+    return 2 * len(histories)
+
+
+def _several(history: History, cache: dma.DynamicCache, results: list[np.ndarray]) -> None:
+    """The same history in calls of 4 tokens, which are attended to before they are appended, in slots."""
+    other, slots = history.cache(cupy.asarray), cupy.arange(history.batch)[::-1]
+    for p in range(0, history.length, 4):
+        tokens = [cupy.ascontiguousarray(x[::-1]) for x in history.tokens(p, p + 4, cupy.asarray)]
+        drafted = other.attend(*tokens, slots=slots, scale=history.scale, softcap=history.softcap, return_lse=True,
+                               **history.call)
+        other.commit(4)
+        for ours, theirs in zip(drafted, (results[0][:, p:p + 4], results[1][..., p:p + 4])):
+            assert np.array_equal(cupy.asnumpy(ours)[::-1], theirs)
+    history.check_kept(other)
+    for name, array in cache.state_dict().items():
+        assert not isinstance(array, cupy.ndarray) or cupy.array_equal(array, other.state_dict()[name]), name
 
 
 def _last_queries() -> int:

@@ -47,6 +47,11 @@ def bits(array):
     return array.cpu().reshape(-1).contiguous().view(__import__("torch").uint8)
 
 
+def numbers(array):
+    """The bits of an array in which all NaN are alike."""
+    return bits(array.nan_to_num(nan=12345.0, posinf=float("inf"), neginf=-float("inf")))
+
+
 @pytest.mark.parametrize(("shape", "window", "sinks", "recent", "dtype"), [
     ((1, 1400, 2, 1, 64), 1024, 0, 0, "bfloat16"), ((3, 900, 16, 8, 128), 500, 4, 60, "float16"),
     ((40, 400, 16, 8, 128), 300, 0, 3, "bfloat16"), ((2, 400, 40, 2, 64), 200, 2, 0, "bfloat16"),
@@ -101,7 +106,69 @@ def test_steps_in_clusters_and_with_tickets(case, clusters):
         case.check(out, lse, tf32=True)
     case.check_kept(cache)
     if clusters and cache._state.segments is None:
-        assert cache._state.workspace["decode step", case.heads]["num_splits"] == step.CLUSTER
+        kept = cache._state.workspace["decode step", case.heads, case.batch, 1, False]
+        assert kept["num_splits"] == step.CLUSTER
+
+
+# Query heads of a kv head, and how many tokens a launch takes of them: 2 (8), 4 (4), 16 (1), 1 (8), of long rows 2 (4).
+@pytest.mark.parametrize("length", [2, 4, 8])
+@pytest.mark.parametrize(("shape", "window", "sinks", "recent", "delay", "dtype"), [
+    ((1, 1064, 2, 1, 64), 1000, 0, 2, 0, "bfloat16"), ((3, 364, 8, 2, 128), 300, 4, 60, 0, "float16"),
+    ((2, 264, 16, 1, 64), 200, 0, 3, 0, "bfloat16"), ((32, 264, 8, 8, 128), 200, 2, 0, 0, "bfloat16"),
+    ((2, 164, 4, 2, 256), 100, 0, 9, 0, "bfloat16"), ((2, 264, 6, 2, 64), (200, 70), 0, 1, 0, "float32"),
+    ((1, 364, 16, 8, 128), 300, 0, 40, 50, "bfloat16")])
+def test_several_tokens_have_the_bits_of_single_ones(torch, clusters, length, shape, window, sinks, recent, delay,
+                                                     dtype):
+    """With infinities and NaN in some keys and values, and of tokens that are attended to before they are appended."""
+    batch, n, _, kv_heads, size = shape
+    q, k, v, scores = draw(torch, *shape, dtype=dtype)
+    make = torch.Generator(device="cuda").manual_seed(1)
+    for rows in (k, v):
+        rows[torch.rand(rows.shape[:3], generator=make, device="cuda") < 0.001] = float("inf")
+        rows[torch.rand(rows.shape[:3], generator=make, device="cuda") < 0.001] = float("nan")
+    like = {"dtype": dtype, "like": q, "sinks": sinks, "recent": recent}
+    caches = [dma.DynamicCache(batch, kv_heads, window, size, **like) for _ in range(3)]
+    first = n - 64
+    for cache in caches:
+        cache.update(k[:, :first], v[:, :first], scores[..., :first])
+    how = {"return_lse": True, "bias_delay": delay}
+    for p in range(first, n, length):
+        part = slice(p, p + length)
+        tokens = q[:, part], k[:, part], v[:, part], scores[..., part]
+        out, lse = caches[0].extend(*tokens, **how)
+        drafted = caches[1].attend(*tokens, **how)
+        assert torch.equal(numbers(out), numbers(drafted[0])) and torch.equal(numbers(lse), numbers(drafted[1]))
+        caches[1].commit(length - 1)
+        caches[1].update(*(x[:, -1:] for x in tokens[1:3]), tokens[3][..., -1:])
+        for i in range(length):
+            one, one_lse = caches[2].extend(*(x[:, i:i + 1] for x in tokens[:3]), tokens[3][..., i:i + 1], **how)
+            assert torch.equal(numbers(out[:, i:i + 1]), numbers(one))
+            assert torch.equal(numbers(lse[..., i:i + 1]), numbers(one_lse))
+        saved = [cache.state_dict() for cache in caches]
+        for name, array in saved[2].items():
+            assert not torch.is_tensor(array) or all(torch.equal(bits(array), bits(x[name])) for x in saved[:2]), name
+
+
+@pytest.mark.parametrize("length", [1, 4])
+@pytest.mark.parametrize("window", [300, (300, 90, 200, 7)], ids=["window", "windows"])
+def test_steps_of_some_sequences(torch, clusters, window, length):
+    """Each sequence has the bits that it has in a call for all."""
+    q, k, v, scores = draw(torch, 6, 400, 8, 4, 64)
+    cache = dma.DynamicCache(6, 4, window, 64, like=q, recent=2)
+    cache.update(k[:, :320], v[:, :320], scores[..., :320])
+    alone = cache.clone()
+    for p in range(320, 400, length):
+        part, order = slice(p, p + length), torch.randperm(6, device="cuda")
+        tokens = q[:, part], k[:, part], v[:, part], scores[..., part]
+        lengths = torch.randint(0, length + 1, (6,), device="cuda")
+        slots = torch.where(lengths > 0, order, -1)
+        out, lse = cache.extend(*(x[order] for x in tokens), slots=slots, lengths=lengths, return_lse=True)
+        own = torch.zeros_like(lengths).scatter_(0, order, lengths)
+        other, other_lse = alone.extend(*tokens, lengths=own, return_lse=True)
+        assert torch.equal(bits(out), bits(other[order])) and torch.equal(bits(lse), bits(other_lse[order]))
+        for name, array in cache.state_dict().items():
+            assert not torch.is_tensor(array) or torch.equal(bits(array), bits(alone.state_dict()[name])), name
+    assert not cache._state.tickets.array.any()
 
 
 @pytest.mark.parametrize("length", [1, 3])
@@ -116,12 +183,13 @@ def test_updates_in_clusters_and_with_tickets(length, clusters):
 
 
 @pytest.mark.usefixtures("uncollected")
+@pytest.mark.parametrize("length", [1, 4])
 @pytest.mark.parametrize("window", [150, (150, 9, 60, 20)], ids=["window", "windows"])
-def test_a_graph_of_a_step_replays(torch, clusters, window):
+def test_a_graph_of_a_step_replays(torch, clusters, window, length):
     """One graph for every step, also while the cache fills; bits as without."""
     q, k, v, scores = draw(torch, 2, 400, 8, 4, 64)
     cache = dma.DynamicCache(2, 4, window, 64, like=q, recent=2)
-    q1, k1, v1, s1 = (x[:, :1].clone() for x in (q, k, v, scores.transpose(1, 2)))
+    q1, k1, v1, s1 = (x[:, :length].clone() for x in (q, k, v, scores.transpose(1, 2)))
     out = torch.empty_like(q1)
 
     def step():
@@ -136,8 +204,8 @@ def test_a_graph_of_a_step_replays(torch, clusters, window):
         step()
     cache.reset()
     eager = cache.clone()
-    for p in range(400):
-        part = slice(p, p + 1)
+    for p in range(0, 400, length):
+        part = slice(p, p + length)
         for static, x in ((q1, q), (k1, k), (v1, v), (s1, scores.transpose(1, 2))):
             static.copy_(x[:, part])
         graph.replay()

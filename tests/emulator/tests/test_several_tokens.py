@@ -139,6 +139,7 @@ def test_infinities_and_nan_stay_with_those_who_see_them(where, dtype):
     assert 0 < finite < 160
 
 
+@pytest.mark.feature("cuda forward", "DynamicCache", "slots, attend, commit")
 @pytest.mark.parametrize("case", [CASES[i] for i in (1, 2, 3, 6, 7, 8, 10, 11)], ids=str)
 def test_speculation(case):
     """A call that does not commit changes nothing; the first n of its tokens may then be appended."""
@@ -177,6 +178,7 @@ def test_sequences_with_fewer_tokens(heads):
             assert not found[0][b, n:].any() and (found[1][b, :, n:] == -np.inf).all()
 
 
+@pytest.mark.feature("cuda forward", "DynamicCache", "slots, attend, commit")
 @pytest.mark.parametrize("queries", [True, False])
 @pytest.mark.parametrize("length", [1, 4])
 @pytest.mark.parametrize("case", [replace(CASES[0], batch=4), replace(CASES[4], batch=4, scores="ties"),

@@ -1,5 +1,5 @@
 """The decode cache on the device.
 
-    cache.py  extending a cache: token by token, or in chunks
-    step.py   one token: kernels/decode/step.cu
+    cache.py  extending a cache: by a few tokens, or in chunks
+    step.py   up to 8 tokens: kernels/decode/plan.cu and step.cu
 """

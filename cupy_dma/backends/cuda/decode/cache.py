@@ -15,6 +15,6 @@ Step = Callable[[CacheState, ExtendCall], tuple[Any, Any]]
 def cache_extend(step: Step, prefix_stop: PrefixStop, attention: Attention, state: CacheState,
                  call: ExtendCall) -> tuple[Any, Any]:
     """``out`` and ``lse``, by this backend's own functions; see ``cupy_dma.backends``."""
-    if serves(state, call) and call.slots is None and call.commits:
+    if serves(state, call):
         return step(state, call)
     return extend_chunk(prefix_stop, attention, state, call)
