@@ -118,16 +118,17 @@ def verdict(result: dict[str, Any]) -> str:
     lost = [needles(row) for row in rows_of(result, kind, AT)]
     full = statistics.mean(map(needles, rows_of(result, "full", 0)))
     words = " and ".join(f"{share:.0f} % on {text}" for text, share in shares.items())
+    at, lost_by_window = f"at {AT} kept rows", "what a window of as many rows loses to full attention"
     if min(shares.values()) >= GOAL:
-        whose = (f"**For** models that read long texts and code with a cache of constant size: at {AT} kept rows, "
-                 f"{KINDS[kind]} win back {words} of what a window of as many rows loses to full attention.")
-    elif max(shares.values()) < 0:
-        whose = (f"**For nobody yet who can use a window:** at {AT} kept rows the best learned policy, {KINDS[kind]}, "
-                 f"is worse than a window of as many rows. It adds {words.replace('-', '')} to what the window loses to full attention, "
-                 f"and the goal was to win back {GOAL} %.")
+        whose = (f"**For** models that read long texts and code with a cache of constant size: {at}, {KINDS[kind]} win "
+                 f"back {words} of {lost_by_window}.")
     else:
-        whose = (f"**For nobody yet who can use a window:** at {AT} kept rows the best learned policy, {KINDS[kind]}, "
-                 f"wins back {words} of what a window of as many rows loses to full attention, and the goal was {GOAL} %.")
+        which = f"**For nobody yet who can use a window:** {at} the best learned policy, {KINDS[kind]},"
+        what = f"wins back {words} of {lost_by_window}, and the goal was {GOAL} %."
+        if max(shares.values()) < 0:
+            what = (f"is worse than a window. It adds {words.replace('-', '')} to {lost_by_window}, and the goal was to "
+                    f"win back {GOAL} %.")
+        whose = f"{which} {what}"
     return (f"{whose}\n\n**Not for** texts any detail of which may be asked for: which one matters is known only with "
             f"the question. Of the needles that were hidden, full attention finds {100 * full:.0f} % and the same "
             f"policy at {AT} rows {100 * statistics.mean(lost):.0f} %. Not for short contexts either: within the kept "
