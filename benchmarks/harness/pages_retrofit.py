@@ -126,8 +126,8 @@ def verdict(result: dict[str, Any]) -> str:
         which = f"**For nobody yet who can use a window:** {at} the best learned policy, {KINDS[kind]},"
         what = f"wins back {words} of {lost_by_window}, and the goal was {GOAL} %."
         if max(shares.values()) < 0:
-            what = (f"is worse than a window. It adds {words.replace('-', '')} to {lost_by_window}, and the goal was to "
-                    f"win back {GOAL} %.")
+            what = (f"is worse than a window. It adds {words.replace('-', '')} to {lost_by_window}, and the goal was "
+                    f"to win back {GOAL} %.")
         whose = f"{which} {what}"
     return (f"{whose}\n\n**Not for** texts any detail of which may be asked for: which one matters is known only with "
             f"the question. Of the needles that were hidden, full attention finds {100 * full:.0f} % and the same "
