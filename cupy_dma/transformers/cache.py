@@ -228,7 +228,7 @@ class DynamicMaskCache(Cache):
         changed = False
         try:
             for layer in self.layers:
-                changed = changed or not isinstance(layer, DynamicMaskLayer) or len(layer.stores) > 1
+                changed = changed or not isinstance(layer, DynamicMaskLayer) or len(layer._parts) > 1
                 getattr(layer, method)(argument)
                 changed = True
         except BaseException:

@@ -37,12 +37,12 @@ class DynamicMaskLayer(CacheLayerMixin):
     @property
     def stores(self) -> list[Store]:
         """The caches, one for each time that the layer attends to the tokens of an ``update``."""
-        return [part.store for part in self._parts]
+        return [part.whole_store for part in self._parts]
 
     @property
     def store(self) -> Store | None:
         """The first of them, None before the first call."""
-        return self._parts[0].store if self._parts else None
+        return self._parts[0].whole_store if self._parts else None
 
     @property
     def _slots(self) -> int | None:
@@ -213,7 +213,7 @@ class DynamicMaskLayer(CacheLayerMixin):
         removed = self.check_crop(tokens_to_remove)
         if removed:
             for part, left in [(part, part.without(removed, self._length)) for part in self._parts]:
-                part.take_back(left, self._length - removed)
+                part.take_back(left, removed, self._length - removed)
         for part in self._parts:
             part.forget_past()
         self._length -= removed

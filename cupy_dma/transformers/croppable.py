@@ -1,7 +1,8 @@
 """The tokens of one attention of a layer, which can be taken back: a cache, and what ``crop`` and ``stops`` need.
 
-Tokens can be taken back exactly while nothing has been dropped, and where they were recorded: then there is a copy of
-the cache from before them, to which those that remain are appended again.
+Tokens can be taken back exactly while nothing has been dropped, and where they were recorded. A few that were recorded
+first, such as a draft that is checked, wait outside the cache: ``crop`` appends those that remain. Of more there is a
+copy of the cache from before them, to which those that remain are appended again.
 """
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from cupy_dma.torch.tokens import real_first, taken
 from cupy_dma.transformers.layers import DynamicMask, GateMask
 
 Store = DynamicCache | GatedCache
+DRAFT = 64  # tokens of one call that may wait
 
 
 class At(NamedTuple):
@@ -56,6 +58,7 @@ class CroppableCache:
         self._real: list[Tensor] | None = [] if record_stops else None  # bool (B, L) of every call: which tokens are
         self._before: Store | None = None  # where the past is recorded: the store when that began
         self._since: list[_Chunk] = []  # and what has been appended to it
+        self._waits = False  # whether that is one chunk that has been attended to only
 
     def append(self, query: Tensor, key: Tensor, value: Tensor, scores: Tensor, real: Tensor | None, record: bool,
                settings: dict[str, Any], sink_logits: Tensor | None = None, at: At | None = None) -> Tensor:
@@ -70,17 +73,20 @@ class CroppableCache:
                 query, key, value = (taken(x, order) for x in (query, key, value))
                 scores, place = taken(scores.transpose(1, 2), order).transpose(1, 2).contiguous(), order.argsort(1)
                 result = torch.empty((*query.shape[:3], value.shape[3]), dtype=query.dtype, device=query.device)
-        before = self.store.clone() if record and self._before is None else self._before
+        self._settle(record)
+        waits, before = record and not self._since and at is None and key.shape[1] <= DRAFT, self._before
+        if record and before is None and not waits:
+            before = self.store.clone()
         chunk = _Chunk(key, value, scores, real)
         sinks = None if sink_logits is None else sink_logits.to(wide(query))[:, None]
-        out = self.store.extend(query, key, value, scores, lengths=lengths, slots=slots, return_lse=sinks is not None,
-                                **settings)
+        take = self.store.attend if waits else self.store.extend
+        out = take(query, key, value, scores, lengths=lengths, slots=slots, return_lse=sinks is not None, **settings)
         if sinks is not None:
             out, lse = out
             out.mul_(lse.sub_(sinks).sigmoid_().transpose(1, 2)[..., None])  # allocates nothing, so it cannot fail
         self.has_padding = self.has_padding or real is not None
         if record:
-            self._before, self._since = before, [*self._since, chunk]
+            self._before, self._since, self._waits = before, [*self._since, chunk], waits
         else:
             self.forget_past()
         if self._real is not None:
@@ -91,6 +97,7 @@ class CroppableCache:
 
     def stops(self) -> Tensor:
         """``store.stops()`` with positions among all tokens, padding included, which nobody sees."""
+        self._settle()
         stops = self.store.stops()
         if not self.has_padding or not self._real:
             return stops
@@ -112,18 +119,44 @@ class CroppableCache:
         """How many of the last tokens were recorded."""
         return sum(chunk.key.shape[1] for chunk in self._since)
 
+    @property
+    def whole_store(self) -> Store:
+        """The store with all tokens in it."""
+        self._settle()
+        return self.store
+
+    def _settle(self, record: bool = True) -> None:
+        """Append the chunk that waits, and keep a copy from before it, or with ``record=False`` give it up."""
+        if self._waits:
+            before = self.store.clone() if record else None
+            self._commit(self.recorded)
+            self._before, self._since, self._waits = before, self._since if record else [], False
+
+    def _commit(self, n: int) -> None:
+        """Append the first ``n`` tokens of the chunk that waits."""
+        real = self._since[-1].real
+        self.store.commit(n if real is None else real[:, :n].sum(1))
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._settle()
+        return self.__dict__
+
     def forget_past(self) -> None:
         """Give up what was recorded."""
+        self._settle(record=False)
         self._before, self._since = None, []
 
     def reset(self, slots: Tensor | None = None) -> None:
         """Remove all tokens, or those of some slots."""
-        self.forget_past()
+        if slots is not None:
+            self._settle(record=False)
         self.store.reset(slots)
+        self._before, self._since, self._waits = None, [], False
         self.has_padding, self._real = False, None if self._real is None else []
 
     def reorder(self, rows: Tensor) -> None:
         """Replace row ``b`` by the former row ``rows[b]``."""
+        self._settle()
         before, since = self._past_of(rows)
         self.store.reorder(rows)
         self._before, self._since, self._real = before, since, self._real_of(rows)
@@ -131,7 +164,7 @@ class CroppableCache:
     def selected(self, rows: Tensor) -> CroppableCache:
         """A new one, of these rows."""
         found = CroppableCache.__new__(CroppableCache)
-        found.has_padding, found.store = self.has_padding, self.store.select_batch(rows)
+        found.has_padding, found.store, found._waits = self.has_padding, self.whole_store.select_batch(rows), False
         found._before, found._since = self._past_of(rows)
         found._real = self._real_of(rows)
         return found
@@ -144,14 +177,22 @@ class CroppableCache:
         before = None if self._before is None else self._before.select_batch(rows)
         return before, [_Chunk(*(None if x is None else x[rows] for x in chunk)) for chunk in self._since]
 
-    def take_back(self, left: Store, length: int) -> None:
-        """Hold what ``left`` holds, of the first ``length`` tokens."""
-        self.store._copy_from(left)  # in place: a CUDA graph's addresses stay valid
+    def take_back(self, left: Store | None, removed: int, length: int) -> None:
+        """Hold what ``left`` holds, of the first ``length`` tokens, the last ``removed`` gone."""
+        if left is None:
+            self._commit(self.recorded - removed)
+            self._waits = False
+        else:
+            self.store._copy_from(left)  # in place: a CUDA graph's addresses stay valid
         if self._real:
             self._real = [torch.cat(self._real, 1)[:, :length]]
 
-    def without(self, removed: int, length: int) -> Store:
-        """A cache of the same rows without the last ``removed`` of ``length`` tokens, recorded or all kept."""
+    def without(self, removed: int, length: int) -> Store | None:
+        """A cache of the same rows without the last ``removed`` of ``length`` tokens, recorded or all kept; None where
+        these wait."""
+        if self._waits and removed <= self.recorded:
+            return None
+        self._settle()
         if self._before is None or removed > self.recorded:
             return self._first(removed, length)
         found, left = self._before.clone(), self.recorded - removed

@@ -257,6 +257,61 @@ def test_rows_change_while_the_past_is_recorded(model, rows, removed):
     assert cache.get_seq_length() == 36 - removed
 
 
+@pytest.mark.parametrize("length", [1, 5])
+@pytest.mark.parametrize("removed", [0, 1])
+def test_a_draft_is_not_copied(model, length, removed, monkeypatch):
+    """The tokens of one call wait outside the cache: what ``crop`` removes has never been there."""
+    cache, other = filled(model), filled(model)
+    cache.activate_past_recording()
+    with monkeypatch.context() as patch:
+        patch.setattr(DynamicCache, "clone", None)
+        drafted = logits(model, IDS[:, 30:30 + length], cache)
+        cache.crop(-removed)
+    end = 30 + length - removed
+    if end > 30:
+        torch.testing.assert_close(drafted[:, :end - 30], logits(model, IDS[:, 30:end], other), rtol=0, atol=1e-5)
+    for mine, theirs in zip(contents(cache), contents(other)):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("what", ["store", "copy", "reorder", "select", "stops", "call", "end", "reset"])
+def test_a_draft_that_is_looked_at(model, what):
+    """Its tokens are in the cache for all others, and can be taken back."""
+    cache, other = (DynamicMaskCache(model.config, record_stops=True) for _ in range(2))
+    for each in (cache, other):
+        logits(model, IDS[:, :30], each)
+    cache.activate_past_recording()
+    for each in (cache, other):
+        logits(model, IDS[:, 30:34], each)
+    look = {"store": lambda each: [store.length.tolist() for layer in each.layers for store in layer.stores],
+            "copy": lambda each: contents(copy.deepcopy(each)), "stops": lambda each: each.stops(),
+            "reorder": lambda each: each.reorder_cache(torch.tensor([2, 0, 0])),
+            "select": lambda each: each.batch_select_indices(torch.tensor([2, 0, 1])),
+            "call": lambda each: [logits(model, IDS[:, 34:36], each)], "reset": lambda each: each.reset(),
+            "end": lambda each: [setattr(layer, "record_past", False) for layer in each.layers] and None}[what]
+    for mine, theirs in zip(look(cache) or [], look(other) or []):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)
+    length = cache.get_seq_length()
+    assert length == other.get_seq_length() == {"call": 36, "reset": 0}.get(what, 34)
+    found, expected = (logits(model, IDS[:, 40:43], each) for each in (cache, other))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    if what not in ("end", "reset"):
+        cache.crop(-(length - 31) - 3)  # the last call, and all of the draft but a token
+        assert {length for layer in cache.layers for store in layer.stores for length in store.length.tolist()} == {31}
+
+
+def test_a_draft_whose_crop_fails(model, monkeypatch):
+    cache, other = filled(model), filled(model)
+    cache.activate_past_recording()
+    logits(model, IDS[:, 30:34], cache)
+    with failing(monkeypatch, DynamicCache, "commit", 1):
+        cache.crop(-2)
+    cache.crop(-2)
+    logits(model, IDS[:, 30:32], other)
+    for mine, theirs in zip(contents(cache), contents(other)):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)
+
+
 # ---- layers that attend twice ---------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def differential() -> Any:
