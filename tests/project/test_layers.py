@@ -30,11 +30,12 @@ LAYERS = (
     ("cupy_dma.api", "cupy_dma.backward"),
     ("cupy_dma",),  # what is exported: __init__.py alone
     ("cupy_dma.flash_dmattn", "cupy_dma.retrofit", "cupy_dma.transformers"),
+    ("cupy_dma.vllm",),
     ("cupy_dma.cli",),
     ("cupy_dma.__main__",),
 )
 OPTIONAL = {"cupy", "cupyx", "torch", "triton", "ml_dtypes", "matplotlib", "tqdm", "transformers", "jax",
-            "flax"}
+            "flax", "vllm"}
 # What needs one of them: imported where it is used.
 NEEDS_OPTIONAL = ("cupy_dma.torch", "cupy_dma.distributed", "cupy_dma.jax", "cupy_dma.backends.cuda",
                   "cupy_dma.backends.flex", "cupy_dma.backends.triton", "cupy_dma.backends.torch_common",
@@ -149,7 +150,7 @@ def test_only_what_is_optional_is_imported_inside_functions():
 
 def test_the_package_is_seen_at_a_glance():
     entries = {path.name for path in PACKAGE.iterdir()} - {"__init__.py", "py.typed", "__pycache__", "kernels"}
-    assert len(entries) <= 16, sorted(entries)  # 7 of them doors: flash_dmattn, torch, jax, transformers, ...
+    assert len(entries) <= 17, sorted(entries)  # 8 of them doors: flash_dmattn, torch, jax, transformers, vllm, ...
 
 
 @pytest.mark.parametrize(("folder", "patterns", "most"), [("cupy_dma", ("*.py",), 350),

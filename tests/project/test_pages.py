@@ -74,7 +74,7 @@ def test_the_page_about_backends(capsys):
 def test_every_page_is_run_or_holds_no_python():
     """Pages with Python blocks that are not run here are those that tests of their modules run."""
     elsewhere = {"decoding.md", "layers.md", "training.md", "coming_from_flash_dmattn.md",
-                 "distributed.md", "retrofit.md", "serving.md", "transformers.md", "usage.md"}
+                 "distributed.md", "retrofit.md", "serving.md", "transformers.md", "usage.md", "vllm.md"}
     here = {"biases-and-eviction.md", "get-started.md", "concepts.md", "gallery.md", "sharp-bits.md",
             "jax.md", "evidence.md", "backends.md"}
     with_python = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md") if "```python\n" in path.read_text()}
