@@ -8,7 +8,8 @@ w = 1024. ``model``: batch 1, 8, 32, 128; 16 and 32 heads over 8, D 128; histori
 Ours. step: ``DynamicCache.extend`` by one token after the history, whose score is above all others, so that each step
 displaces a kept key (or fills a cache that is not yet full). replay and eager: wall time of one step and the wait for
 it, as a CUDA graph of that step alone and as a call; "queued_ms": among many that are queued. step unequal: as many
-rows, half of the kv heads with an eighth of w and half with the rest, as learned gates and budgets make them.
+rows, half of the kv heads with an eighth of w and half with the rest, as learned gates and budgets make them. step, n
+tokens: one call of n tokens a sequence.
 stateless: ``dynamic_mask_attention`` from the scores on. prepared: ``attention`` with the interval mask given.
 kept_bytes: keys and values of the kept rows; cache_bytes: all arrays of a cache, or keys and values of the history.
 
@@ -23,7 +24,7 @@ Empty replay: wall time of a graph of one tiny kernel and the wait for it.
 
 Check: every output, also the peers', against float64 in the first, the last and a drawn sequence, with at most twice
 the error of the plain same-precision computation plus one rounding; the keys in the cache are exactly the best of the
-whole history, and a replayed step gives the same bits as a call.
+whole history, and a replayed step gives the same bits as a call. n tokens in a call give the bits of n calls.
 """
 from __future__ import annotations
 
@@ -111,8 +112,9 @@ class Benchmark(suite.Checked):
             cache.update(self.key[:, piece], self.value[:, piece], self.scores[:, :, piece])
         return cache
 
-    def step(self, window: Window) -> None:
-        """Check the cache's step for the last token, then time steps that displace a kept key each."""
+    def step(self, window: Window, several: Sequence[int] = ()) -> None:
+        """Check the cache's step for the last token, then time steps that displace a kept key each; and calls of
+        ``several`` tokens."""
         each = each_head(window, self.case.kv_heads)
         stage = f"step w{window}" if isinstance(window, int) else f"step unequal w{sum(each) // len(each)}"
         cache = self.filled(window)
@@ -147,6 +149,24 @@ class Benchmark(suite.Checked):
         self.host("cupy_dma", f"{stage} replay", single, how)
         if self.cold:
             self.host("cupy_dma", f"{stage} eager", calls[0], "eager")
+        for tokens in several:
+            self.tokens(f"{stage}, {tokens} tokens", caches, tokens)
+
+    def tokens(self, stage: str, caches: Sequence[Any], n: int) -> None:
+        """Check a call of n tokens, all of which are kept, against a call for each, then time such calls."""
+        query, key, value = (torch.randn(x.shape[0], n, *x.shape[2:], generator=self._generator, device=x.device)
+                             .to(x.dtype) for x in (self.query, self.key, self.value))
+        scores = torch.full((*self.scores.shape[:2], n), ALWAYS_KEPT, device=self.scores.device)
+        other, last = caches[0].clone(), [slice(i, i + 1) for i in range(n)]
+        out = caches[0].extend(query, key, value, scores)
+        alone = torch.cat([other.extend(query[:, i], key[:, i], value[:, i], scores[..., i]) for i in last], 1)
+        pairs = [(out, alone), *((x, other.state_dict()[name]) for name, x in caches[0].state_dict().items())]
+        same = all(torch.equal(x, y) for x, y in pairs if torch.is_tensor(x))
+        worst = float((out.double() - alone.double()).abs().max()) / 2**-6
+        self.checks[stage] = {"equals_single_tokens": same, "worst": worst,
+                              "ok": worst <= 1 and (same or not measure.on_gpu())}
+        calls = [partial(one.extend, query, key, value, scores, out=torch.empty_like(out)) for one in caches]
+        self.record_calls("cupy_dma", stage, calls)
 
     def result(self, cache: Any, token: Sequence[Any]) -> tuple[Any, Any]:
         """``out`` and ``lse`` of one step."""
@@ -203,7 +223,7 @@ class Serving(Benchmark):
     def ours(self) -> None:
         window, half = self.case.window, self.case.kv_heads // 2
         self.step(window // 2)
-        self.step(window)
+        self.step(window, several=(2, 4, 8))
         self.step((window // 8,) * half + (2 * window - window // 8,) * half)
 
 
