@@ -193,6 +193,8 @@ struct Slot {
     float score;
     int in_top;
 
+    Slot() = default;
+
     // As in the state.
     __device__ __forceinline__ Slot(const Head& head, int number, int end)
         : number(number), position(-1), score(0.0f), in_top(0) {

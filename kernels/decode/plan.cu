@@ -4,7 +4,8 @@
 //     plans   // (n * Hkv) Plan: for decode/step.cu, which attends; 1 <= L <= MAX_TOKENS
 //
 // One block per sequence of the call and kv head. The state tells the change of the first token. For every next one,
-// the block looks for the lowest key of the top and for the first free slot among all slots, with the changes so far.
+// the block looks for the lowest key of the top and for the first free slot among all slots, with the changes so far. A
+// thread keeps what it knows of its first KEPT slots in registers; their loads are issued ahead of all else.
 //
 // UPDATE: there are no queries. The block then changes the state itself, and writes no plan. ATTEND: out and lse of tokens
 // that take no step.
@@ -13,6 +14,7 @@
 #include "decode/cache_state.cuh"
 
 constexpr bool UPDATE = !ATTEND;
+constexpr int KEPT = 12;
 
 extern "C" __global__ void __launch_bounds__(THREADS) decode_plan(const StepParams p) {
     wait_for_earlier_kernels();
@@ -29,6 +31,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_plan(const StepPara
 
     const int pair = served.pair(p);
     Head head(p, served, pair, RAGGED ? static_cast<int>(p.segment_start[pair]) : 0, RAGGED ? p.segment_slots[pair] : 0);
+    Slot kept[KEPT];
+#pragma unroll
+    for (int i = 0; i < KEPT; ++i) kept[i] = Slot(head, threadIdx.x + i * THREADS, head.end());
     const long long first_position = head.position;
     for (int t = 0; t < tokens; ++t) {
         head.position = first_position + t;
@@ -36,8 +41,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_plan(const StepPara
         const Change change = head.change();
         if (threadIdx.x == 0) changes[t] = change;
         Candidate candidate = NOTHING;
-#pragma unroll 4
-        for (int number = threadIdx.x; number < head.end(); number += THREADS) {
+#pragma unroll
+        for (int i = 0; i < KEPT; ++i) {
+            kept[i].apply(change);
+            if (kept[i].number < head.end()) consider(candidate, kept[i], change, p);
+        }
+        for (int number = threadIdx.x + KEPT * THREADS; number < head.end(); number += THREADS) {
             Slot slot(head, number, head.end());
             for (int k = 0; k < t; ++k) slot.apply(changes[k]);
             slot.apply(change);

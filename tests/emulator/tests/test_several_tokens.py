@@ -233,6 +233,17 @@ def test_one_split_and_many(monkeypatch):
     assert not equal(results[0], results[1])
 
 
+def test_more_slots_than_a_plan_keeps_in_registers():
+    """The first keys are the best; the others come and go in the last slots."""
+    case = History(dtype="float16", head_dim=8, window=3300, recent=20, length=3348, batch=1, heads=2, kv_heads=1,
+                   scores="decreasing")
+    several, single = filled(case, 3332), filled(case, 3332)
+    for first in (3332, 3340):
+        tokens = case.tokens(first, first + 8)
+        assert equal(attended(case, several, tokens), one_by_one(case, single, tokens))
+        assert bits(several) == bits(single)
+
+
 @pytest.mark.parametrize(("rows", "length", "expected"), [
     (1, 2, 2), (1, 3, 4), (1, 8, 8), (2, 8, 8), (3, 8, 4), (4, 3, 4), (5, 8, 2), (8, 8, 2), (9, 8, 1), (16, 2, 1),
     (2, 1, 1)])
