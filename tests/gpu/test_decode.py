@@ -144,9 +144,9 @@ def test_several_tokens_have_the_bits_of_single_ones(torch, clusters, length, sh
             one, one_lse = caches[2].extend(*(x[:, i:i + 1] for x in tokens[:3]), tokens[3][..., i:i + 1], **how)
             assert torch.equal(numbers(out[:, i:i + 1]), numbers(one))
             assert torch.equal(numbers(lse[..., i:i + 1]), numbers(one_lse))
-        saved = [cache.state_dict() for cache in caches]
-        for name, array in saved[2].items():
-            assert not torch.is_tensor(array) or all(torch.equal(bits(array), bits(x[name])) for x in saved[:2]), name
+    saved = [cache.state_dict() for cache in caches]
+    for name, array in saved[2].items():
+        assert not torch.is_tensor(array) or all(torch.equal(bits(array), bits(x[name])) for x in saved[:2]), name
 
 
 @pytest.mark.parametrize("length", [1, 4])
@@ -166,8 +166,9 @@ def test_steps_of_some_sequences(torch, clusters, window, length):
         own = torch.zeros_like(lengths).scatter_(0, order, lengths)
         other, other_lse = alone.extend(*tokens, lengths=own, return_lse=True)
         assert torch.equal(bits(out), bits(other[order])) and torch.equal(bits(lse), bits(other_lse[order]))
-        for name, array in cache.state_dict().items():
-            assert not torch.is_tensor(array) or torch.equal(bits(array), bits(alone.state_dict()[name])), name
+    found, expected = cache.state_dict(), alone.state_dict()
+    for name, array in found.items():
+        assert not torch.is_tensor(array) or torch.equal(bits(array), bits(expected[name])), name
     assert not cache._state.tickets.array.any()
 
 

@@ -443,7 +443,8 @@ OWN: dict[str, Callable[[], None]] = {
     "decoding[gates]": decoding(Gates(dtype="float16", head_dim=16, length=24, batch=1, capacity=3)),
     "decoding[ragged]": decoding(window=(66, 3), length=72, batch=2, heads=24, kv_heads=2, head_dim=8),
     "several": several(0), "several[sinks and recent]": several(1), "several[splits]": several(5),
-    "several[recent]": several(12), "several[slots]": test_several_tokens.test_more_slots_than_a_plan_keeps_in_registers,
+    "several[recent]": several(12),
+    "several[slots]": test_several_tokens.test_more_slots_than_a_plan_keeps_in_registers,
     "several[infinities]":
         elsewhere(test_several_tokens.test_infinities_and_nan_stay_with_those_who_see_them, "value", "float16"),
     "several[speculation]": elsewhere(test_several_tokens.test_speculation, test_several_tokens.CASES[1]),
