@@ -2,7 +2,8 @@
 
 Every policy becomes an ``IntervalMask`` of each layer, from what the layer computes under the masks of those below it.
 **Kept rows** count all that a query of a kv head sees, itself included: sinks, recent keys and the best of the older
-ones. A mask under which a query would see more raises an error.
+ones. A mask under which a query would see more raises an error. Every kv head has as many, or they are *shared out*:
+each head of each layer has a number of its own, and the mean is the same.
 
     window      the first ``SINKS`` and the last keys
     scores      the first ``SINKS``, the last ``RECENT`` and, of the older ones, those with the best scores: random,
@@ -44,15 +45,27 @@ class Call:
 
 Attend = Callable[[Call], IntervalMask | None]  # None: full attention
 Score = Callable[[Call], Tensor]  # (B, Hkv, N): the higher, the longer a key stays
+Rows = int | Tensor  # of every kv head; int64 (layers, Hkv)
 
 
 # ---- policies -------------------------------------------------------------------------------------------------------
-def best(scores: Tensor, rows: int, recent: int = RECENT) -> IntervalMask:
-    """Sinks, recent keys, and the best of those that are no longer recent: ``rows`` in all. A key joins the contest
-    when it is ``recent`` positions old, so that no row is spent twice."""
+def best(scores: Tensor, rows: Rows, recent: int = RECENT) -> IntervalMask:
+    """Sinks, recent keys, and the best of those that are no longer recent: ``rows``, an int or ``(Hkv,)``, in all. A
+    key joins the contest when it is ``recent`` positions old, so that no row is spent twice."""
     ranked = scores.detach().float().contiguous().clone()
     ranked[..., :SINKS] = torch.finfo(torch.float32).max
-    return IntervalMask.from_stop(IntervalMask.top_w(ranked, rows - recent).stop.long() + recent, window=rows)
+    window = rows - recent if isinstance(rows, int) else tuple((rows - recent).tolist())
+    stop = IntervalMask.top_w(ranked, window).stop.long() + recent
+    return IntervalMask.from_stop(stop, window=rows if isinstance(rows, int) else None)
+
+
+def share_out(scores: Tensor, rows: int) -> Tensor:
+    """The rows of each head, on average at most ``rows``, given the scores of texts ``(layers, B, Hkv, N)``: one
+    threshold for all scores says how many older keys a head keeps."""
+    older = scores[..., SINKS:-RECENT].transpose(1, 2).flatten(2)  # (layers, Hkv, B * older keys)
+    count = (rows - SINKS - RECENT) * older[..., 0].numel() * scores.shape[1]
+    threshold = older.flatten().topk(count).values[-1]
+    return (older > threshold).sum(-1) // scores.shape[1] + SINKS + RECENT
 
 
 def probabilities(call: Call, chunk: int = 512) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -122,14 +135,20 @@ def random_scores(seed: int) -> Score:
     return score
 
 
-def attend_by(kind: str, rows: int, score: Score | None = None, following: int = 0) -> Attend:
-    """A policy at so many kept rows. ``following``: tokens after the prompt, for snapkv."""
+def of_layer(rows: Rows, layer: int) -> Rows:
+    return rows if isinstance(rows, int) else rows[layer]
+
+
+def attend_by(kind: str, rows: Rows, score: Score | None = None, following: int = 0) -> Attend:
+    """A policy at so many kept rows, which only scores can share out. ``following``: tokens after the prompt, for
+    snapkv."""
     def attend(call: Call) -> IntervalMask | None:
         n = call.key.shape[1]
         if kind == "full":
             return None
         if score is not None:
-            return best(score(call), rows)
+            return best(score(call), of_layer(rows, call.layer))
+        assert isinstance(rows, int)
         if kind == "window":
             return (IntervalMask.sinks(n, SINKS, like=call.key)
                     | IntervalMask.sliding_window(n, rows - SINKS, like=call.key))
@@ -144,23 +163,25 @@ def attend_by(kind: str, rows: int, score: Score | None = None, following: int =
     return attend
 
 
-def most_seen(mask: IntervalMask, first: int = 0) -> int:
-    """The largest number of keys that a query sees, from position ``first`` on. Every key begins at its position."""
+def most_seen(mask: IntervalMask, first: int = 0) -> Tensor:
+    """``(1|Hkv,)``: the largest number of keys that a query sees, from position ``first`` on. Every key begins at its
+    position."""
     stop = torch.as_tensor(mask.stop).expand(*mask.shape).long()
     n = stop.shape[-1]
     place = torch.arange(n, device=stop.device)
     gone = torch.zeros(*stop.shape[:-1], n + 1, dtype=torch.long, device=stop.device)
     gone.scatter_add_(-1, stop.clamp(max=n).maximum(place), torch.ones_like(stop))
-    return int((place + 1 - gone[..., :n].cumsum(-1))[..., first:].max())
+    return (place + 1 - gone[..., :n].cumsum(-1))[..., first:].amax((0, -1))
 
 
-def within(attend: Attend, rows: int, first: int = 0) -> Attend:
-    """The same, checked."""
+def within(attend: Attend, rows: Rows, first: int = 0) -> Attend:
+    """The same, checked. ``rows`` 0: no limit."""
     def checked(call: Call) -> IntervalMask | None:
-        mask = attend(call)
-        seen = call.key.shape[1] if mask is None else most_seen(mask, first)
-        if rows and seen > rows:
-            raise RuntimeError(f"layer {call.layer}: a query sees {seen} keys of {rows}")
+        mask, most = attend(call), of_layer(rows, call.layer)
+        unlimited = isinstance(most, int) and not most
+        if not unlimited and (mask is None or bool((most_seen(mask, first) > most).any())):
+            seen = call.key.shape[1] if mask is None else most_seen(mask, first).tolist()
+            raise RuntimeError(f"layer {call.layer}: a query sees {seen} keys of {most}")
         return mask
 
     return checked

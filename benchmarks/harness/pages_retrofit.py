@@ -15,7 +15,11 @@ KINDS = {"full": "full attention", "window": "window and sinks", "random": "rand
          "value": "scores of the value", "input": "scores of the layer's input",
          "aged": "scores of the layer's input that age", "gates": "gates, base frozen",
          "warm": "gates that start from scores", "tuned": "gates, base tuned", "oracle": "oracle (sees the future)"}
+SHARED = " shared"  # rows are the mean of all heads
+KINDS |= {kind + SHARED: f"{KINDS[kind]}, rows shared out" for kind in ("value", "input", "gates", "warm", "tuned",
+                                                                         "oracle")}
 LEARNED = ("input", "aged", "gates", "warm", "tuned")  # what the goal is about
+LEARNED += tuple(kind + SHARED for kind in LEARNED if kind + SHARED in KINDS)
 TEXTS = ("text", "code")
 LATE, GOAL, AT = 1024, 25, 256  # positions from which on losses count; per cent of the window's loss, at so many rows
 
@@ -38,8 +42,12 @@ def needles(row: Row) -> float:
     return statistics.mean(one["found"] / row["settings"]["needles"] for one in row["needles"])
 
 
+def kind_of(row: Row) -> str:
+    return row["settings"]["kind"] + (SHARED if row["settings"].get("shared") else "")
+
+
 def rows_of(result: dict[str, Any], kind: str, rows: int) -> list[Row]:
-    return [row for row in result["rows"] if row["settings"]["kind"] == kind and row["settings"]["rows"] == rows]
+    return [row for row in result["rows"] if kind_of(row) == kind and row["settings"]["rows"] == rows]
 
 
 def budgets(result: dict[str, Any]) -> list[int]:
@@ -102,7 +110,7 @@ def training_table(result: dict[str, Any]) -> str:
     lines = []
     for kind in KINDS:
         own = {row["settings"]["seed"]: row["training"] for row in result["rows"]
-               if row["settings"]["kind"] == kind and "training" in row}
+               if kind_of(row) == kind and SHARED not in kind and "training" in row}
         if own:
             lines.append([KINDS[kind], str(len(own)), f"{statistics.mean(x['tokens'] for x in own.values()) / 1e6:.1f}",
                           f"{statistics.mean(x['seconds'] for x in own.values()) / 60:.1f}"])
@@ -137,7 +145,8 @@ def verdict(result: dict[str, Any]) -> str:
 
 METHOD = """SmolLM2-135M-Instruct (GGUF Q4_1), 8192 tokens, held-out documents of text and of code
 (`python -m benchmarks retrofit`). *Rows* count all that a query of a kv head sees: sinks, recent keys, itself; every
-policy has as many. *Nats* are of positions from 1024 on. *Won back*: the share of the window's loss to full attention.
+policy has as many. *Shared out*: the mean over all kv heads of all layers is as many, by one threshold for the scores
+of two training pieces. *Nats* are of positions from 1024 on. *Won back*: the share of the window's loss to full attention.
 Three seeds: mean and range. SnapKV reads its prompt with full attention, so only the last tokens compare with it.
 Other work may have shared the GPU: minutes of training are upper bounds."""
 APPENDIX = """## Appendix: small models from scratch
@@ -160,7 +169,12 @@ def text(result: dict[str, Any]) -> str:
 def panels(result: dict[str, Any]) -> list[Panel]:
     """Nats above full attention by kept rows, of text and of code; then by position at ``AT`` rows."""
     shown = [kind for kind in KINDS if kind not in ("full", "snapkv")]
-    colours = dict(zip(shown, colormaps()["tab10"]([7, 8, 5, 9, 4, 6, 0, 2, 3, 1])))
+    colours = dict(zip((kind for kind in shown if SHARED not in kind),
+                       colormaps()["tab10"]([7, 8, 5, 9, 4, 6, 0, 2, 3, 1])))
+
+    def line(kind: str) -> dict[str, Any]:
+        return {"marker": "o", "markersize": 3, "color": colours[kind.removesuffix(SHARED)], "label": KINDS[kind],
+                "linestyle": "-" if SHARED in kind or kind + SHARED not in KINDS else ":"}
     full = rows_of(result, "full", 0)
 
     def by_rows(name: str) -> Any:
@@ -170,7 +184,7 @@ def panels(result: dict[str, Any]) -> list[Panel]:
                           if (found := [x for row in rows_of(result, kind, rows)
                                         if (x := late(row, name)) is not None]) and full]
                 if points:
-                    ax.plot(*zip(*points), marker="o", markersize=3, color=colours[kind], label=KINDS[kind])
+                    ax.plot(*zip(*points), **line(kind))
             by_size(ax, "kept rows")
             ax.set_ylabel("nats per token more than full attention")
             ax.grid(alpha=0.3)
@@ -185,7 +199,7 @@ def panels(result: dict[str, Any]) -> list[Panel]:
                     edges = own[0]["edges"]
                     means = [statistics.mean(x) for x in zip(*(row["by_position"][name] for row in own))]
                     apart = [x - y for x, y in zip(means, full[0]["by_position"][name])]
-                    ax.plot(edges[1:], apart, marker="o", markersize=3, color=colours[kind], label=KINDS[kind])
+                    ax.plot(edges[1:], apart, **line(kind))
             by_size(ax, "position, to")
             ax.set_ylabel("nats per token more than full attention")
             ax.grid(alpha=0.3)

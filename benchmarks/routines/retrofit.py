@@ -5,7 +5,9 @@ code: harness/corpus.py, split by documents; it says how to make ``--data``, whi
 network.
 
 Policies (harness/kept_rows.py), each at ``ROWS`` kept rows, which count everything that a query of a kv head sees:
-sinks, recent keys, itself. Those by scores have 4 sinks, 64 recent keys and the best of the older ones:
+sinks, recent keys, itself. Those by scores have 4 sinks, 64 recent keys and the best of the older ones. ``shared``: the
+rows are the mean of all kv heads of all layers; how many each has is learned from ``TRIALS`` training pieces, by one
+threshold for all scores.
 
     plain     full attention; window and sinks; random scores (three seeds); the oracle of largest future attention;
               SnapKV, at the end of a prompt that full attention has read: the ``following`` tokens after it alone
@@ -49,7 +51,19 @@ import cupy_dma.transformers as dmt
 from benchmarks.harness import corpus, kept_rows, measure
 from benchmarks.harness.corpus import KINDS, Corpus
 from benchmarks.harness.folders import ROOT
-from benchmarks.harness.kept_rows import RECENT, SINKS, Attend, Score, aged, attend_by, best, scored_by, within
+from benchmarks.harness.kept_rows import (
+    RECENT,
+    SINKS,
+    Attend,
+    Rows,
+    Score,
+    aged,
+    attend_by,
+    best,
+    scored_by,
+    share_out,
+    within,
+)
 from benchmarks.harness.records import Clock, Row, Run, add_run_options, device_of, run_all
 from cupy_dma import retrofit
 from cupy_dma.torch import RetentionGate
@@ -121,7 +135,7 @@ class Bench:
 
 
 # ---- evaluation -----------------------------------------------------------------------------------------------------
-def evaluated(bench: Bench, model: Any, kind: str, rows: int, clock: Clock, score: Score | None = None) -> Row:
+def evaluated(bench: Bench, model: Any, kind: str, rows: Rows, clock: Clock, score: Score | None = None) -> Row:
     """What a policy predicts of held-out documents and of needles."""
     task, began = bench.task, time.perf_counter()
     documents = {name: bench.held_out(name) for name in KINDS}
@@ -193,10 +207,33 @@ def check(bench: Bench, own: dict[str, Any], clock: Clock) -> list[Row]:
     return [{"settings": own, "apart": apart, "effect": effect, "seconds": round(time.perf_counter() - began, 2)}]
 
 
+def shared_out(bench: Bench, model: Any, seed: int, score: Score, clock: Clock) -> dict[int, Tensor]:
+    """For each number of rows those of each head ``(layers, Hkv)``."""
+    found: list[list[Tensor]] = []
+
+    def look(call: kept_rows.Call) -> None:
+        clock.check()
+        found[-1].append(score(call)[0])
+
+    for piece in bench.pieces(100 + seed, TRIALS):
+        found.append([])
+        with torch.no_grad(), kept_rows.attending(model, look):
+            model.model(input_ids=piece, use_cache=False)
+    scores = torch.stack([torch.stack(own) for own in found], 1)
+    return {rows: share_out(scores, rows) for rows in bench.task.ROWS}
+
+
 def evaluation(bench: Bench, own: dict[str, Any], score: Score | None, clock: Clock) -> list[Row]:
     measure.free_memory()
-    kind = own["kind"] if score is None else "scores"
-    return [{"settings": own, **evaluated(bench, bench.model, kind, own["rows"], clock, score)}]
+    kind, rows = own["kind"] if score is None else "scores", own["rows"]
+    if own.get("shared"):
+        assert score is not None
+        rows = shared_out(bench, bench.model, own["seed"], score, clock)[rows]
+    return [{"settings": own, **heads_of(rows), **evaluated(bench, bench.model, kind, rows, clock, score)}]
+
+
+def heads_of(rows: Rows) -> Row:
+    return {} if isinstance(rows, int) else {"heads": rows.tolist()}
 
 
 # ---- training -------------------------------------------------------------------------------------------------------
@@ -324,12 +361,16 @@ def training_of(bench: Bench, part: str, seed: int, own: list[dict[str, Any]], c
     else:
         model, gates, costs = trained(bench, part, seed, clock)
         scores = {part: scored_by(gates, "input")}
-    rows = []
+    shares = {kind: shared_out(bench, model, seed, score, clock) for kind, score in scores.items()} \
+        if any(one.get("shared") for one in own) else {}
+    found = []
     for one in own:
-        score = aged(scores["input"], slopes[one["rows"]]) if part == "aged" else scores[one["kind"]]
-        rows.append({"settings": one, "training": costs, **more.get(one["rows"], {}),
-                     **evaluated(bench, model, "scores", one["rows"], clock, score)})
-    return rows
+        kind, rows = one["kind"], one["rows"]
+        score = aged(scores["input"], slopes[rows]) if part == "aged" else scores[kind]
+        each = shares[kind][rows] if one.get("shared") else rows
+        found.append({"settings": one, "training": costs, **more.get(rows, {}), **heads_of(each),
+                      **evaluated(bench, model, "scores", each, clock, score)})
+    return found
 
 
 # ---- runs -----------------------------------------------------------------------------------------------------------
@@ -340,20 +381,23 @@ def runs_of(part: str, bench: Bench) -> Iterator[tuple[str, list[dict[str, Any]]
         yield "check", [own], lambda clock: check(bench, own, clock)
     elif part in ("plain", "h2o"):
         kinds: list[tuple[str, int, Score | None]] = [("h2o", 0, None)]
+        shared: list[dict[str, Any]] = [{}, {"shared": True}]
         if part == "plain":
             kinds = [("full", 0, None), ("window", 0, None), ("snapkv", 0, None),
                      ("oracle", 0, kept_rows.future_attention),
                      *(("random", seed, kept_rows.random_scores(seed)) for seed in SEEDS)]
-        for kind, seed, score in kinds:
+        for (kind, seed, score), how in itertools.product(kinds, shared):
+            if how and kind != "oracle":
+                continue
             for rows in (0,) if kind == "full" else task.ROWS:
-                one = bench.settings(kind, rows, seed)
+                one = bench.settings(kind, rows, seed, **how)
                 yield (f"{kind} {rows}", [one], lambda clock, one=one, score=score:
                        evaluation(bench, one, score, clock))
     else:
         for seed in SEEDS:
             kinds_of = ("input", "value") if part == "scores" else (part,)
-            own_rows = [bench.settings(kind, rows, seed, trained=task.TRAINED) for kind in kinds_of
-                        for rows in task.ROWS]
+            own_rows = [bench.settings(kind, rows, seed, trained=task.TRAINED, **how) for kind in kinds_of
+                        for how in ({}, {"shared": True})[:1 if part == "aged" else 2] for rows in task.ROWS]
             yield (f"{part}, seed {seed}", own_rows, lambda clock, seed=seed, own=own_rows:
                    training_of(bench, part, seed, own, clock))
 

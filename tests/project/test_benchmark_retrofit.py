@@ -137,15 +137,15 @@ def test_the_best_of_the_older_keys(rows, recent):
     mask = best(scores, rows, recent)
     for b, h in np.ndindex(2, 3):
         np.testing.assert_array_equal(mask.to_dense(50)[b, h], dense_best(scores[b, h].numpy(), rows, recent))
-    assert most_seen(mask) == min(rows, 50)
-    assert most_seen(mask, 40) == int(mask.to_dense(50)[:, :, 40:].sum(-1).max())
+    assert most_seen(mask).max() == min(rows, 50)
+    assert most_seen(mask, 40).max() == int(mask.to_dense(50)[:, :, 40:].sum(-1).max())
 
 
 def test_rows_beyond_the_budget_are_noticed(model):
     ids = torch.randint(256, (1, 91), generator=torch.Generator().manual_seed(0))
     attend = attend_by("window", 40)
     losses(model, ids, within(attend, 40))
-    with pytest.raises(RuntimeError, match="layer 0: a query sees 40 keys of 39"):
+    with pytest.raises(RuntimeError, match=r"layer 0: a query sees \[40\] keys of 39"):
         losses(model, ids, within(attend, 39))
     with pytest.raises(ValueError, match="kind must be full"):
         losses(model, ids, attend_by("nothing", 40))
@@ -241,8 +241,13 @@ def run(folder, data, *parts, status=0):
 
 def test_every_part(tmp_path, data, capsys):
     rows = run(tmp_path, data, *retrofit.PARTS)
-    by = {(row["settings"]["kind"], row["settings"]["rows"], row["settings"]["seed"]): row for row in rows}
-    assert len(by) == len(rows) == 1 + 1 + 2 * (4 + 2 * 7)
+    shared = [row for row in rows if row["settings"].get("shared")]
+    assert len(shared) == 2 * (1 + 2 * 5) and all(np.shape(row["heads"]) == (2, 2) for row in shared)
+    assert all(np.mean(row["heads"]) <= row["settings"]["rows"] for row in shared)
+    assert any(np.unique(row["heads"]).size > 1 for row in shared)
+    by = {(row["settings"]["kind"], row["settings"]["rows"], row["settings"]["seed"]): row for row in rows
+          if row not in shared}
+    assert len(by) == len(rows) - len(shared) == 1 + 1 + 2 * (4 + 2 * 7)
     assert 0 < by["check", 80, 0]["apart"]["window"] < 1e-4 < by["check", 80, 0]["effect"]
     full = by["full", 0, 0]
     for (kind, budget, seed), row in by.items():
@@ -287,6 +292,22 @@ def test_training_resumes(tmp_path, data, monkeypatch):
     assert calls == [0, 1, 2, 0, 1, 2]
     for a, b in zip(whole, parts):
         assert (a["settings"], a["by_position"], a["ending"]) == (b["settings"], b["by_position"], b["ending"])
+
+
+def test_rows_are_shared_out_by_one_threshold():
+    scores = torch.rand(3, 2, 4, 300, generator=torch.Generator().manual_seed(0))  # layers, texts, heads, keys
+    scores[1] += 0.5
+    found = kept_rows.share_out(scores, 90)
+    assert found.shape == (3, 4) and 89 < found.double().mean() <= 90 and (found[1] > found[0].max()).all()
+    older = scores[..., SINKS:-kept_rows.RECENT]
+    least = older.flatten().sort().values[-(90 - SINKS - kept_rows.RECENT) * 12 * 2]
+    assert torch.equal(found, (older > least).sum((1, 3)) // 2 + SINKS + kept_rows.RECENT)
+    call = kept_rows.Call(2, *(torch.zeros(2, 300, 4, 8) for _ in range(3)), torch.zeros(2, 300, 8))
+    mask = attend_by("scores", found, lambda call: scores[2])(call)
+    np.testing.assert_array_equal(most_seen(mask), found[2])
+    within(lambda _: mask, found)(call)
+    with pytest.raises(RuntimeError, match="layer 2: a query sees"):
+        within(lambda _: mask, found - (torch.arange(4) == 3).long())(call)
 
 
 def test_a_wrong_window_is_no_record(tmp_path, data, monkeypatch):
