@@ -146,7 +146,8 @@ def verdict(result: dict[str, Any]) -> str:
 METHOD = """SmolLM2-135M-Instruct (GGUF Q4_1), 8192 tokens, held-out documents of text and of code
 (`python -m benchmarks retrofit`). *Rows* count all that a query of a kv head sees: sinks, recent keys, itself; every
 policy has as many. *Shared out*: the mean over all kv heads of all layers is as many, by one threshold for the scores
-of two training pieces. *Nats* are of positions from 1024 on. *Won back*: the share of the window's loss to full attention.
+of two training pieces. *Nats* are of positions from 1024 on. *Won back*: the share of the window's loss to full
+attention.
 Three seeds: mean and range. SnapKV reads its prompt with full attention, so only the last tokens compare with it.
 Other work may have shared the GPU: minutes of training are upper bounds."""
 APPENDIX = """## Appendix: small models from scratch

@@ -13,9 +13,10 @@ must fall. The parts, for a custom loop:
 
 Importing this module imports torch, not transformers.
 """
+from cupy_dma.retrofit.budgets import capacities
 from cupy_dma.retrofit.distillation import Distillation, Losses, gates_of, open_gates
 from cupy_dma.retrofit.losses import Head, budget_loss, chunked_kl
 from cupy_dma.retrofit.training import kept_target, train
 
-__all__ = ["Distillation", "Head", "Losses", "budget_loss", "chunked_kl", "gates_of", "kept_target", "open_gates",
-           "train"]
+__all__ = ["Distillation", "Head", "Losses", "budget_loss", "capacities", "chunked_kl", "gates_of", "kept_target",
+           "open_gates", "train"]
