@@ -160,7 +160,7 @@ class Pictures:
         ax.set_xscale("log")
         ax.set_xlabel("positions that see the key")
         ax.set_ylabel("keys")
-        ax.legend()
+        ax.legend(loc="upper right")  # "best" is slow with many keys, and warns
         ax.set_title(f"{self.key_length:,} keys: {(lived <= 0).sum():,} never visible, {gone.sum():,} evicted, "
                      f"{alive.sum():,} still visible", fontsize="medium")
         return _saved(ax, path)
