@@ -101,6 +101,8 @@ def memory(of: Any = None) -> Iterator[list[tuple[float, int]]]:
     finally:
         ended.set()
         thread.join()
+        if read is not None:
+            points.append((time.perf_counter(), read()))
 
 
 def few(points: list[Any]) -> list[Any]:

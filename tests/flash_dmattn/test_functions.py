@@ -389,6 +389,7 @@ def test_integers_of_a_mask_are_zero_or_one(monkeypatch, convert, qkv):
 
 def test_importing_it_imports_no_array_library():
     """Nor does its function for transformers import them."""
+    pytest.importorskip("torch")
     code = ("import sys; from cupy_dma.flash_dmattn import flash_dmattn_func, flash_dmattn_varlen_func, fwd, utils; "
             "print([name for name in ('torch', 'triton') if name in sys.modules]); "
             "import cupy_dma.flash_dmattn.integrations.flash_dynamic_mask_attention; "
