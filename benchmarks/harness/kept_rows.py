@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cupy_dma import IntervalMask, policies
+from cupy_dma.retrofit.budgets import above_one_threshold
 from cupy_dma.torch import RetentionGate, attention
 
 NAME = "kept_rows"  # of the attention implementation
@@ -63,9 +64,8 @@ def share_out(scores: Tensor, rows: int) -> Tensor:
     """The rows of each head, on average at most ``rows``, given the scores of texts ``(layers, B, Hkv, N)``: one
     threshold for all scores says how many older keys a head keeps."""
     older = scores[..., SINKS:-RECENT].transpose(1, 2).flatten(2)  # (layers, Hkv, B * older keys)
-    count = (rows - SINKS - RECENT) * older[..., 0].numel() * scores.shape[1]
-    threshold = older.flatten().topk(count).values[-1]
-    return (older > threshold).sum(-1) // scores.shape[1] + SINKS + RECENT
+    most = (rows - SINKS - RECENT) * older[..., 0].numel() * scores.shape[1]
+    return torch.stack(above_one_threshold(list(older), most)) // scores.shape[1] + SINKS + RECENT
 
 
 def probabilities(call: Call, chunk: int = 512) -> Iterator[tuple[int, Tensor, Tensor]]:

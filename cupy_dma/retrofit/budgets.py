@@ -74,6 +74,11 @@ def capacities(model: nn.Module, batches: Iterable[Tensor], rows: int) -> list[l
         raise ValueError("batches must hold at least one text, got none")
     logits = [torch.cat(own, 1) for own in older]
     free = (rows * sum(heads) - least) * texts  # keys beyond the one of each head
-    every = torch.cat([own.flatten() for own in logits])
-    threshold = every.topk(free + 1).values[-1] if free < len(every) else every.new_tensor(-torch.inf)
-    return [((own > threshold).sum(1) // texts + 1).tolist() for own in logits]
+    return [(count // texts + 1).tolist() for count in above_one_threshold(logits, free)]
+
+
+def above_one_threshold(scores: list[Tensor], most: int) -> list[Tensor]:
+    """``(Hkv,)`` each: how many of ``scores (Hkv, keys)`` lie above the one threshold that ``most`` of all do."""
+    every = torch.cat([own.flatten() for own in scores])
+    threshold = every.topk(most + 1).values[-1] if most < len(every) else every.new_tensor(-torch.inf)
+    return [(own > threshold).sum(1) for own in scores]

@@ -1,6 +1,7 @@
 """Every test has an emulated device of its own, or is skipped where no kernel can be compiled."""
 import pytest
 
+from cupy_dma.backends.cuda.decode import step
 from tests import emulator
 from tests.emulator import build
 
@@ -9,8 +10,10 @@ from tests.emulator import build
 def own_device():
     if build.unavailable():
         pytest.skip(str(build.unavailable()))
+    step.split.cache_clear()  # a test may have patched what it calls
     with emulator.using() as runtime:
         yield runtime
+    step.split.cache_clear()
 
 
 @pytest.fixture

@@ -300,7 +300,7 @@ def test_rows_are_shared_out_by_one_threshold():
     found = kept_rows.share_out(scores, 90)
     assert found.shape == (3, 4) and 89 < found.double().mean() <= 90 and (found[1] > found[0].max()).all()
     older = scores[..., SINKS:-kept_rows.RECENT]
-    least = older.flatten().sort().values[-(90 - SINKS - kept_rows.RECENT) * 12 * 2]
+    least = older.flatten().sort().values[-(90 - SINKS - kept_rows.RECENT) * 12 * 2 - 1]
     assert torch.equal(found, (older > least).sum((1, 3)) // 2 + SINKS + kept_rows.RECENT)
     call = kept_rows.Call(2, *(torch.zeros(2, 300, 4, 8) for _ in range(3)), torch.zeros(2, 300, 8))
     mask = attend_by("scores", found, lambda call: scores[2])(call)

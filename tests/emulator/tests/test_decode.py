@@ -42,14 +42,6 @@ CASES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def device():
-    with emulator.using() as runtime:
-        step.split.cache_clear()
-        yield runtime
-        step.split.cache_clear()
-
-
 def steps(history: History, cache=None, begin: int = 0, **options) -> tuple[np.ndarray, np.ndarray]:
     cache = cache or history.cache(backend="emulator")
     return history.run(cache, [1] * (history.length - begin), begin=begin, **options)

@@ -12,7 +12,6 @@ from cupy_dma.backends.cuda.attention import split
 from cupy_dma.backends.cuda.decode import step
 from cupy_dma.cache.arguments import extend_call
 from cupy_dma.cache.snapshot import ARRAYS
-from tests import emulator
 from tests.emulator import Order
 from tests.oracle.cache_cases import SCORES, History
 from tests.unit.test_gated_cache import Gates
@@ -35,14 +34,6 @@ CASES = [
     # Steps of a warp in which no token takes a slot, and keys leave or get their bias.
     History(dtype="float16", head_dim=8, window=40, recent=24, bias_delay=10, length=96, batch=1, scores="distinct"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def device():
-    with emulator.using() as runtime:
-        step.split.cache_clear()
-        yield runtime
-        step.split.cache_clear()
 
 
 def bits(cache) -> dict[str, bytes]:
