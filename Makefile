@@ -52,7 +52,9 @@ else
 CUDA_EXTRA ?= $(if $(filter Darwin,$(shell uname)),,cuda12)
 DEMO_EXTRAS := plot
 NO_GPU := and not gpu
-WORKERS := -n $(JOBS) --dist worksteal --ignore tests/gpu
+# A test that hangs ends its process after ten minutes, and is named with the stacks of all threads.
+WORKERS := -n $(JOBS) --dist worksteal --ignore tests/gpu \
+    -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 # A CPU build under either of its names. A CUDA build is gigabytes of no use here, and its pins clash with CUDA_EXTRA:
 # tests/no-cuda-torch.txt lets pip refuse it. A TORCH of the user's own is tried as it stands.
 TORCH ?= torch==2.13.0+cpu torch==2.13.0

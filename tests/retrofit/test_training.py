@@ -301,20 +301,6 @@ def test_a_model_of_ones_own():
     assert model.body.gate.proj.weight.grad.any() and losses.kept.shape == (1,)
 
 
-def test_data_parallel():
-    """The objective may be wrapped."""
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        model = model_of()
-        objective = torch.nn.parallel.DistributedDataParallel(retrofit.Distillation(model)).train()
-        objective(next(texts(1)), target=0.5).loss.backward()
-        assert all(gate.proj.weight.grad.any() for gate in retrofit.gates_of(model).values())
-    finally:
-        dist.destroy_process_group()
-
-
 # ---- what is refused ----
 def test_what_does_not_fit():
     plain = small.model_of("llama")
