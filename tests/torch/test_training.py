@@ -124,7 +124,7 @@ def group():
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     yield distributed
     torch.compiler.reset()
-    gc.collect()  # a DistributedDataParallel freed after its gloo group can deadlock: a thread of gloo waits for the GIL
+    gc.collect()  # a DistributedDataParallel that is freed after its gloo group can deadlock
     distributed.destroy_process_group()
 
 
