@@ -3,8 +3,6 @@
 A routine is a module of benchmarks/routines, and its docstring is its method; the first line stands in this list. It
 has ``run(args)``, which returns the exit status, and mostly ``add_options(parser)``.
 """
-from __future__ import annotations
-
 import argparse
 import ast
 import importlib

@@ -3,8 +3,6 @@
 ``gpu``: needs a CUDA device and CuPy; skipped elsewhere. ``slow``: left to ``make test-all`` (``slow.py`` chooses).
 ``rare``: left to ``make test-rare``. ``not_run.py`` says what was skipped.
 """
-from __future__ import annotations
-
 import os
 import sys
 from glob import glob

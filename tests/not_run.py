@@ -2,8 +2,6 @@
 
 pytest's own list of skips has a line for every place and reason, hundreds where torch is missing, and is left out.
 """
-from __future__ import annotations
-
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable

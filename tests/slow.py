@@ -13,8 +13,6 @@ test-gpu`` runs all their cases on a GPU; ``make test-rare`` runs the rest here,
 ``CUPY_DMA_SLOW_SHARE=2/4`` runs the second quarter of the slow tests: continuous integration takes the next quarter
 with each commit.
 """
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Charts of panels of one size: together in one picture beside the results, and one by one on the site, where a phone
 shows them below each other. Needs matplotlib only to draw."""
-from __future__ import annotations
-
 import io
 import re
 import zlib

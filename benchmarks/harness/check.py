@@ -18,8 +18,6 @@ roundings of the largest sum of absolute terms, which may have to cancel.
 ``check_forward`` and ``check_backward`` take any mask; ``check_interval_gradients`` and ``TokenCheck`` go through them
 one kv head at a time, over the visible keys alone, for sequences too long for all pairs of a row in all heads.
 """
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

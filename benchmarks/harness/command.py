@@ -1,6 +1,4 @@
 """What the routines share around their measurements: options, records, and the words in which a run ends."""
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Callable

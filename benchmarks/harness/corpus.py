@@ -13,8 +13,6 @@ Documents are split, never pieces of one: documents of a *group* (first two fold
 learned from or all held out, by a checksum of the group's name. Evaluation reads held-out documents from their
 beginning, so that token ``p`` has ``p`` tokens of its own document before it.
 """
-from __future__ import annotations
-
 import argparse
 import gzip
 import json

@@ -15,8 +15,6 @@ only its core, from query, key and value to output, is another one:
 The logits of ``CHUNK`` tokens at a time are computed, and again in the backward pass, so that they fit whatever the
 number of tokens. Parameters are initialised by their names: those that peers share are equal.
 """
-from __future__ import annotations
-
 import contextlib
 import zlib
 from collections.abc import Callable, Iterator

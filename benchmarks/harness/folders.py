@@ -1,7 +1,5 @@
 """Where results lie: a folder for each kind of GPU in ``benchmarks/results``, ``cpu``, and ``evidence`` for what does
 not depend on the machine. The docs show the newest of each."""
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -13,8 +13,6 @@ each head of each layer has a number of its own, and the mean is the same.
     snapkv      ``policies.snapkv`` at the end of a prompt, which itself is read with full attention; the rows of what
                 follows count, so that it begins with fewer
 """
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass

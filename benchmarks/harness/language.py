@@ -3,8 +3,6 @@
 A stack of models, one per seed, learns from pieces of ``length`` bytes from anywhere in the text. Held-out files are
 read from their beginning, so that byte ``p`` of a piece has ``p`` bytes of its own file before it.
 """
-from __future__ import annotations
-
 import itertools
 import math
 import time

@@ -18,8 +18,6 @@ included.
 
 Without a GPU everything runs on the CPU with a plain clock: that is for trying the scripts out, not for numbers.
 """
-from __future__ import annotations
-
 import datetime
 import gc
 import importlib

@@ -1,6 +1,4 @@
 """What pages show of each routine's record: ``REPORTS``, by the routine's name. Needs no GPU and no torch."""
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any

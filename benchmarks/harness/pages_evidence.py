@@ -1,6 +1,4 @@
 """What docs/evidence.md shows of mqar, language_model and needle. Needs no torch."""
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,6 +1,4 @@
 """What pages show of training steps, several GPUs, the CPU, jax, transformers and serving. Needs no GPU, no torch."""
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -2,8 +2,6 @@
 
 Nothing is claimed before it is recorded: without a record the piece of the page is empty.
 """
-from __future__ import annotations
-
 import statistics
 from typing import Any
 

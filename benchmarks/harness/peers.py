@@ -3,8 +3,6 @@
 Shapes are those of the library: query (B, Lq, H, D), key and value (B, Lk, Hkv, D). Each maker does what is not to be
 timed (views, masks that are given) and returns the call that is; it raises where the peer cannot run.
 """
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial

@@ -7,8 +7,6 @@ stand anywhere in the first half instead of at its start, so that no window of f
 every key is asked for once, anywhere in the second half; fillers are random tokens of their own, so they look like
 anything but do not repeat a key. An answer is not shown after its question.
 """
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

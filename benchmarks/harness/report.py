@@ -2,8 +2,6 @@
 
 Needs no GPU and no torch. A ``Report`` says what is shown of a routine's record; pages.py has one for each.
 """
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence

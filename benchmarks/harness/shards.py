@@ -1,6 +1,4 @@
 """One sequence over several ranks: inputs that every rank can draw for every shard, and checks of a shard's output."""
-from __future__ import annotations
-
 import functools
 import zlib
 from collections.abc import Callable

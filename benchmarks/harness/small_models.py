@@ -23,8 +23,6 @@ Scores are those of ``DynamicMaskAttention``, from ``A`` and ``dt_proj``, of eac
 ``dynamic`` also keep ``sinks`` and ``recent`` keys, besides the ``window``. A parameter begins with numbers that depend
 on its name and the model's seed alone, so what two kinds of attention share begins equal.
 """
-from __future__ import annotations
-
 import functools
 import zlib
 from collections.abc import Callable, Iterator

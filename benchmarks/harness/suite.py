@@ -2,8 +2,6 @@
 
 Such a routine is a ``Suite``: its cases, a subclass of ``Benchmark`` that measures one of them, and a report.
 """
-from __future__ import annotations
-
 import argparse
 import gc
 import time

@@ -3,8 +3,6 @@
 One file in ``HELD_OUT`` is held out, chosen by a checksum of its path. A needle is a line about a random name, which a
 second line repeats: it can be completed from the first alone.
 """
-from __future__ import annotations
-
 import functools
 import sysconfig
 import zlib

@@ -12,8 +12,6 @@ is allowed. A backend that cannot run here stands there with the reason, and so 
 counts them as not served). Writes forward_equivalence.json, backward_equivalence.json or grad_equivalence.json; exits
 with 1 if any error exceeds what is allowed, and then the file ends with .failed.json.
 """
-from __future__ import annotations
-
 import argparse
 import math
 import time

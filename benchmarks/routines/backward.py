@@ -20,8 +20,6 @@ Check: sampled queries (dq) and keys (dk, dv, dbias) of every case against float
 of the plain same-precision computation plus one rounding (harness/check.py). Keys that nobody sees have gradients of
 exactly zero, deterministic=True gives the same bits twice, and the whole chain agrees with its stages.
 """
-from __future__ import annotations
-
 import functools
 from dataclasses import asdict
 from typing import Any, ClassVar

@@ -23,8 +23,6 @@ of the plain computation and one rounding allowed; gradients of rank 0's shard, 
 returned, against those of one GPU; the losses of a model within 5e-3 nats of one GPU's; the bytes received against the
 formula, and that no length changes them.
 """
-from __future__ import annotations
-
 import argparse
 import itertools
 import os

@@ -15,8 +15,6 @@ these numbers of one run can be compared with each other: the load average and t
 Check: sampled rows and keys of every batch entry against float64, as in forward.py and backward.py. Times have no part
 in that.
 """
-from __future__ import annotations
-
 import argparse
 import os
 import statistics

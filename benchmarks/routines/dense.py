@@ -20,8 +20,6 @@ Check: sampled rows and keys of every output and gradient, also the peers', agai
 twice (gradients: three times) the error of the plain same-precision computation plus one rounding", see
 harness/check.py.
 """
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -21,8 +21,6 @@ Check: rows of every case (first, last, random) are compared with a float64 comp
 "at most twice the error of the plain same-precision computation plus one rounding of the output"; the mask must equal
 the exact selection in those rows.
 """
-from __future__ import annotations
-
 import functools
 import time
 from dataclasses import asdict

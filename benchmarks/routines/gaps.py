@@ -16,8 +16,6 @@ longest mostly lies. Of the attention alone, the kernels of the last step, too.
 Check: output and inputs' gradients of a compiled step are those of the eager one within ``NEAR`` of their norm (rounded
 otherwise, scores near the bound select other keys); all gradients are finite.
 """
-from __future__ import annotations
-
 import argparse
 import statistics
 from collections.abc import Callable

@@ -13,8 +13,6 @@ entries are those of a call with this entry alone.
 
 Results: ``grid.json`` in the folder of the GPU; those of a part of the grid are only printed.
 """
-from __future__ import annotations
-
 import argparse
 import functools
 from typing import Any, NamedTuple

@@ -13,8 +13,6 @@ Check: the gradients of every step are finite and not all zero; the layer's outp
 
 Results: ``host.json`` in the folder of the GPU.
 """
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from typing import Any

@@ -18,8 +18,6 @@ Allowed: causal pairs over kept pairs, the most that an attention as fast as cuD
 
 Check: sampled gradients, from the forward's output and lse, against float64; see harness/check.py.
 """
-from __future__ import annotations
-
 import functools
 from dataclasses import asdict
 from typing import Any, ClassVar

@@ -12,8 +12,6 @@ Check: outputs and gradients of both agree in relative norm within ``NEAR``.
 
 Results: ``jax_steps.json`` in the folder of the GPU.
 """
-from __future__ import annotations
-
 import argparse
 import os
 import statistics

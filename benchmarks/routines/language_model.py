@@ -18,8 +18,6 @@ of the first half of one held-out file stay visible, by layer and kv head, at fo
 
 Cost: 26 stacks, 75 to 115 s each on an H100 that two processes share. Models are kept in ``--models``, for needle.
 """
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator
 from dataclasses import replace

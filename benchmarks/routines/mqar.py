@@ -28,8 +28,6 @@ at the end, for each layer.
 
 Cost: 114 stacks, 8 to 120 s each on an H100 that two processes share.
 """
-from __future__ import annotations
-
 import argparse
 import itertools
 import math

@@ -18,8 +18,6 @@ new to all models alike: full attention shows what that alone costs.
 Cost: 10 stacks, of which 5 are trained here, as long as those of language_model.py; 10 s for testing on an H100.
 Results: ``benchmarks/results/evidence/needle.json`` and ``needle.png``, written after every stack.
 """
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Iterator

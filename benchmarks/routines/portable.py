@@ -16,8 +16,6 @@ query, key, value and bias. Timing, L2 policy, medians: see measure.py.
 Check: sampled gradients of each card's kernels, from the output and lse of that card's forward, against float64; see
 harness/check.py.
 """
-from __future__ import annotations
-
 import functools
 from dataclasses import asdict
 from typing import Any

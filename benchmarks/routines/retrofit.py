@@ -31,8 +31,6 @@ full attention finds is the measure. ``training``: tokens, seconds and curve. Ne
 Checked: no query sees more than the rows. Part ``check``, in float32: the losses of every token under full attention
 and under the window are those of torch's attention with a dense float mask, up to ``NEAR`` of what the window changes.
 """
-from __future__ import annotations
-
 import argparse
 import copy
 import itertools

@@ -18,8 +18,6 @@ before (model, optimizer, cache).
 Check: with all gates open the hidden states of a text are sdpa's, to ``NEAR`` of their norm; gates keep the share that
 they were set to, to a tenth; the graph decodes the tokens of the eager calls.
 """
-from __future__ import annotations
-
 import argparse
 import copy
 import time

@@ -19,8 +19,6 @@ bytes over time, sampled every 50 ms; on a CPU that of the cache, where it is kn
 Check: every request ends without an error (if the time suffices), the cache's size stays, and ``CHECKED`` requests have
 the same tokens when they are alone on the same slots, bit for bit; on a CPU, in float32, also from ``model.generate``.
 """
-from __future__ import annotations
-
 import argparse
 import threading
 import time

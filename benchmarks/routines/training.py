@@ -21,8 +21,6 @@ Check: the losses of all steps are finite and at most ``NEAR`` nats from the med
 compute the same: dma and flex do. A row that fails has no numbers in the table, and the run fails unless it is one of
 flex. ``--add`` keeps the recorded rows, of the same device, versions and commit, that this run does not measure.
 """
-from __future__ import annotations
-
 import argparse
 import gc
 import itertools

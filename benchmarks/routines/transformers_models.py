@@ -18,8 +18,6 @@ relative to the truth, is at most 0.1, and at most eager's where that fits. trai
 has to run, within 0.05. sdpa is not a reference: on the GPUs tried it gives other hidden states than eager with the
 same weights, which the rows show; on a CPU the two agree. decode: the graph's tokens are those of the eager passes.
 """
-from __future__ import annotations
-
 import argparse
 import copy
 from collections.abc import Callable

@@ -16,8 +16,6 @@ bias; bits: a dense bias without a mask, for with one there is one way; softcaps
 ``schedule.json`` is recorded for all kinds and head dims only. ``--write`` puts the costs into the library's
 ``sm90_costs.json``.
 """
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -10,8 +10,6 @@ by more than two roundings of the largest element is marked WRONG, and the exit 
 The fastest tile of each group of rows is marked; ``in use`` are those of which the library takes one. The results go to
 ``hopper_tiles.json`` in the folder of the GPU; those of a choice of cases, tiles or kernels are only printed.
 """
-from __future__ import annotations
-
 import argparse
 import contextlib
 import sys

@@ -9,8 +9,6 @@ status is 1.
 
 The results go to ``hopper_backward.json`` in the folder of the GPU; those of a choice of cases are only printed.
 """
-from __future__ import annotations
-
 import argparse
 import contextlib
 from collections.abc import Iterator

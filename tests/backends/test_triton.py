@@ -4,8 +4,6 @@ The interpreter must be selected before Triton is imported, so its tests run in 
 ``test_in_the_interpreter`` runs this file and ``test_triton_numerics.py`` with ``TRITON_INTERPRET=1``, and then their
 tests use CPU tensors and a subset of the grid (all of it with ``CUPY_DMA_TRITON_GRID=all``).
 """
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

@@ -1,6 +1,4 @@
 """Patches for Triton's interpreter, where it is wrong or incompatible with this NumPy."""
-from __future__ import annotations
-
 from typing import Any
 
 import ml_dtypes

@@ -1,6 +1,4 @@
 """The benchmark context_parallel on the ranks of ``ranks.py``."""
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

@@ -1,6 +1,4 @@
 """What is computed over several ranks: one problem per case, the same on every rank and in one process."""
-from __future__ import annotations
-
 import zlib
 from dataclasses import dataclass, replace
 from functools import cached_property

@@ -1,6 +1,4 @@
 """What the ranks of ``ranks.py`` do in ``test_layers.py``: a small model over shards of its sequences."""
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ A job is a function of a module, ``job(group, *arguments)``, that every rank of 
 ranks; others may not be made in it, except by all ``MOST``. Results come back by pickle. What a job raises is raised in
 the test; ``outcomes`` returns it instead, per rank.
 """
-from __future__ import annotations
-
 import multiprocessing
 import pickle
 import traceback

@@ -1,6 +1,4 @@
 """What the ranks of ``ranks.py`` do in ``test_retrofit.py``: steps of a retrofit on rows of a batch."""
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager

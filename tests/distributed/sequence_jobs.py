@@ -1,6 +1,4 @@
 """What the ranks of ``ranks.py`` do in ``test_sequence.py``."""
-from __future__ import annotations
-
 from typing import Any
 
 import torch

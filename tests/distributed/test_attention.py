@@ -1,7 +1,5 @@
 """``context_parallel_attention`` over gloo ranks, against the oracle: selection as integers, outputs, gradients,
 bytes."""
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

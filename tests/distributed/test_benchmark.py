@@ -1,6 +1,4 @@
 """The benchmark context_parallel on the CPU in a tiny size: its rows, its checks, and what it makes of them."""
-from __future__ import annotations
-
 import json
 import math
 

@@ -4,8 +4,6 @@ In a browser its pages fit a desk and a phone, and the picture of the intervals 
 ``make docs`` has built the site and says where (``CUPY_DMA_SITE``); otherwise it is built here. Screenshots go to
 ``CUPY_DMA_SCREENSHOTS``.
 """
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -3,8 +3,6 @@
 The host code is that of the CUDA backend; the kernels are compiled with g++ (build.py) and run by a driver that
 emulates blocks, warps and shared memory (driver/), on NumPy arrays and CPU tensors. See docs/emulator.md.
 """
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Iterator

@@ -11,8 +11,6 @@ three builds:
 A digest of everything that goes in names the file that comes out. ``CUPY_DMA_EMULATOR_FLAGS`` adds compiler flags
 (``-g -O0`` for a debugger).
 """
-from __future__ import annotations
-
 import functools
 import hashlib
 import importlib.machinery

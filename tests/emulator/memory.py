@@ -5,8 +5,6 @@ bounds; arrays that the host code makes as writable and uninitialised, filled wi
 integers). When the call returns, what it made becomes read-only too (key lists are kept on their mask), until the array
 is gone.
 """
-from __future__ import annotations
-
 import functools
 import weakref
 from collections.abc import Callable, Iterator

@@ -3,8 +3,6 @@
 What this writes is not the hardware's map but the arguments that matter (``TensorDescription`` in driver/state.h),
 checked as the driver would.
 """
-from __future__ import annotations
-
 import ctypes
 from typing import Any
 

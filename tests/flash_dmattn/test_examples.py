@@ -2,8 +2,6 @@
 
 Each test is one of its examples, rewritten, on a GPU if there is one.
 """
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

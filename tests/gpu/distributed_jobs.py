@@ -1,6 +1,4 @@
 """What the ranks of ``test_distributed.py`` do, each on a GPU of its own."""
-from __future__ import annotations
-
 import os
 from typing import Any
 

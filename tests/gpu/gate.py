@@ -1,6 +1,4 @@
 """A gate that holds a CUDA stream, so that a call that waits for the stream is found however slow the host is."""
-from __future__ import annotations
-
 from contextlib import contextmanager
 from types import SimpleNamespace
 

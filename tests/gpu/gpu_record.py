@@ -14,8 +14,6 @@ Continuous integration has no GPU, so the result of the last run on one is kept 
 ties it to the sources: sha256 over every .cu .cuh .py .h .hpp file below ``kernels`` and then below ``cupy_dma``, in
 the order of their paths (relative to the root, with slashes): first the path in UTF-8, then the bytes of the file.
 """
-from __future__ import annotations
-
 import argparse
 import datetime
 import hashlib

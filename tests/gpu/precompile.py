@@ -9,8 +9,6 @@ version as where they run; otherwise they compile anew.
 What is compiled are the configurations that the tests' grids ask for: their calls are made on CPU arrays, for a device
 whose kernels do nothing.
 """
-from __future__ import annotations
-
 import argparse
 import functools
 import itertools

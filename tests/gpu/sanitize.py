@@ -8,8 +8,6 @@
 CuPy's memory pool is off, so that every array has its own allocation and a read past its end is seen. Results are
 checked too, against the oracle. ``make sanitize`` runs both tools.
 """
-from __future__ import annotations
-
 import argparse
 import contextlib
 import functools

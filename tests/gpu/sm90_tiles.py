@@ -1,6 +1,4 @@
 """Tile shapes for the Hopper forward, and calls sent to the Hopper kernels or past them."""
-from __future__ import annotations
-
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from typing import Any

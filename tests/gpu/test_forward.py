@@ -1,7 +1,5 @@
 """The CUDA backend on a GPU: the forward grid, exact selection, and how it behaves towards streams, devices, graphs and
 allocators. Everything here is marked ``gpu``."""
-from __future__ import annotations
-
 import gc
 import itertools
 

@@ -1,6 +1,4 @@
 """Calls side by side: results do not depend on graphs, threads, streams or on which call came first."""
-from __future__ import annotations
-
 import gc
 import os
 import random

@@ -1,6 +1,4 @@
 """Inputs of the tests of ``cupy_dma.jax``: small, float32 unless said otherwise."""
-from __future__ import annotations
-
 from typing import Any
 
 import jax.numpy as jnp

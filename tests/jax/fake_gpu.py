@@ -1,7 +1,5 @@
 """A GPU for the callback's side of ``cupy_dma.jax``: buffers with ``__cuda_array_interface__`` whose memory is the
 host's, CuPy's few functions that the callback calls, and a backend "cuda" of the test's choice."""
-from __future__ import annotations
-
 import ctypes
 import math
 import sys

@@ -1,6 +1,4 @@
 """Functions of jax arrays: values and gradients against the oracle, eager and jitted."""
-from __future__ import annotations
-
 import contextlib
 
 import numpy as np

@@ -1,6 +1,4 @@
 """Arrays of any library as those of NumPy."""
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

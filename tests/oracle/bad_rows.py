@@ -1,6 +1,4 @@
 """Rows of keys and values with numbers that are not finite: they reach the queries that see them, and no others."""
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -5,8 +5,6 @@ bound of its own, from the terms it is the sum of: a factor of each term (P or d
 inputs, the result is rounded once, and specification section 12 allows gradients three times that. Unlike
 ``reference.py`` this is vectorised, so it serves sweeps over hundreds of shapes.
 """
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

@@ -4,8 +4,6 @@ One list for all backends and libraries: ``run(case, convert)`` builds the input
 contiguous NumPy array to ``convert`` (for example ``cupy.asarray``) and makes the strided views afterwards, so that
 every library sees the same layout. ``expected(case)`` is the oracle's answer; it never looks at an IntervalMask.
 """
-from __future__ import annotations
-
 import itertools
 import zlib
 from collections.abc import Callable

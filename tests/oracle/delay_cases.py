@@ -5,8 +5,6 @@
 Delays end before, in and behind a block of 64 keys, with the window, and around the length. In ``extremes`` some keys
 have a bias of -inf or 30, which must be left out for near queries, and those that are far from no query have a NaN.
 """
-from __future__ import annotations
-
 from typing import Any
 
 from tests.oracle import varlen_cases

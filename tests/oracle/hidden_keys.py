@@ -1,6 +1,4 @@
 """Keys that a bias of -inf hides, with NaN and infinities: they change nothing; rows that see no others are empty."""
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

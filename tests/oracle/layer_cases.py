@@ -1,6 +1,4 @@
 """What ``DynamicMaskAttention`` computes, from the oracle, on whichever backend and device the layer has."""
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

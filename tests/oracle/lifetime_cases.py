@@ -1,6 +1,4 @@
 """Masks without a bound, by how long their keys live."""
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

@@ -4,8 +4,6 @@ Written independently of the backends: selection ranks the candidates of every p
 queries and touches visible keys only. Letters: ``B`` batch, ``H`` heads, ``Hkv`` kv heads, ``Lq``, ``Lk`` lengths,
 ``D`` head dim; query ``i`` stands at position ``p_i = i + Lk - Lq``.
 """
-from __future__ import annotations
-
 import math
 from typing import Any
 

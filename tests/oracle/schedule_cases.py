@@ -1,7 +1,5 @@
 """Calls whose tiles are scheduled on few SMs: whole, cut by rows (``ROW_CUT`` in kernels/sm90/config.cuh), split along
 their keys (kernels/sm90/split_kv.cuh) or, in the last wave, short."""
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,6 +1,4 @@
 """Key scores and their gradients: problems, and checks against the oracle and against float64."""
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,6 +1,4 @@
 """The two ways of the prefix selection on CUDA (kernels/select/prefix_top_w.cu), and scores that are hard to select."""
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

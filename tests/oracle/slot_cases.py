@@ -1,7 +1,5 @@
 """A cache whose sequences come and go in slots, beside one cache for each sequence alone. One copy for NumPy, torch,
 CuPy and the emulator."""
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any

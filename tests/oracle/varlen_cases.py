@@ -3,8 +3,6 @@
 The oracle is that of single sequences, called for each of them with a dense mask; it never looks at an IntervalMask,
 nor at lengths or page tables.
 """
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace

@@ -7,8 +7,6 @@ by its beginning, which may mean several. ``case="..."`` says how the names of t
 ``{backend}`` is the backend and ``{case}`` what stands beside the row in ``ROWS``. ``EVERY`` means all rows with such
 a case, less those with a word of ``but`` in it. Marks are read from the sources, so no test's packages need be there.
 """
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from fnmatch import fnmatchcase

@@ -1,6 +1,4 @@
 """The Python blocks of the pages in docs/, run as a reader would."""
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

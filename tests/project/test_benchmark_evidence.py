@@ -1,6 +1,4 @@
 """The benchmark mqar, language_model.py and needle.py on the CPU in a tiny size, and what they stand on."""
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

@@ -1,6 +1,4 @@
 """What the benchmarks share: folders and words of results, and, with torch, their checks and their peers."""
-from __future__ import annotations
-
 import importlib.util
 import json
 import shutil

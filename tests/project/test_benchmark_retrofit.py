@@ -1,6 +1,4 @@
 """The benchmark retrofit.py on the CPU in a tiny size, and what it stands on: the split, needles, kept rows."""
-from __future__ import annotations
-
 import gzip
 import json
 import zlib

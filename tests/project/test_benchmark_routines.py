@@ -2,8 +2,6 @@
 
 Its gradients of FlexAttention are uncompiled: torch refuses them on the CPU, although it can.
 """
-from __future__ import annotations
-
 import importlib.util
 import json
 import math

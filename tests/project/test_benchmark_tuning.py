@@ -1,6 +1,4 @@
 """The routines that tune the Hopper kernels without a GPU, and what they recorded: whether the library chooses well."""
-from __future__ import annotations
-
 import json
 from unittest import mock
 

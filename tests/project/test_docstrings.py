@@ -1,6 +1,4 @@
 """Examples: those in docstrings run and print what they say, and every public name is used in one that runs."""
-from __future__ import annotations
-
 import doctest
 import inspect
 import re

@@ -1,8 +1,6 @@
 """What docs/get-started.md says of installing is true: every extra of pyproject.toml can be resolved, and the commands
 of its table give torch and CuPy for one CUDA. The slow tests ask the package index: uv for metadata alone; pip, whose
 dry run downloads wheels where the index keeps no metadata beside them, only where these are small."""
-from __future__ import annotations
-
 import os
 import re
 import shlex

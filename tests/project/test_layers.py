@@ -1,6 +1,4 @@
 """The layers of cupy_dma: who may import whom, read from the sources; and the sizes that keep them readable."""
-from __future__ import annotations
-
 import ast
 import functools
 import graphlib

@@ -1,6 +1,4 @@
 """The end of a run that has left out tests says which and why, as its last line."""
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

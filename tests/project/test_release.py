@@ -1,7 +1,5 @@
 """What a release is made of: sdist and wheel that install in a clean environment, versions that agree, types that a
 strict user can rely on."""
-from __future__ import annotations
-
 import os
 import re
 import shutil

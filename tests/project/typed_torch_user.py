@@ -1,6 +1,4 @@
 """A user's file with torch, for ``mypy --strict``: functions and layers take tensors and parameters. It runs, too."""
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -1,6 +1,4 @@
 """A user's file, for ``mypy --strict``: every public name with its types. It runs, too."""
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

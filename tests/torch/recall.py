@@ -3,8 +3,6 @@
 One layer suffices, because every token also carries the one before it. The window is half of the sequence, and all
 scores are equal at first: to answer, the layer must learn to keep the values and drop the names.
 """
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,6 +1,4 @@
 """RetentionGate: the formula, open gates at first, hard and soft gates against dense attention, gradients."""
-from __future__ import annotations
-
 import copy
 import math
 import pickle

@@ -1,6 +1,4 @@
 """A tiny model of every causal language model of transformers, built by the names in its configuration."""
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

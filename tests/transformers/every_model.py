@@ -3,8 +3,6 @@
 ``python -m tests.transformers.every_model`` finds it out and writes the table of docs/transformers.md, with names of
 types only their rows; ``test_every_model.py`` compares. A model that computes something else raises AssertionError.
 """
-from __future__ import annotations
-
 import copy
 import re
 import sys

@@ -1,6 +1,4 @@
 """Small random models of transformers, batches for them, and what makes two ways of computing them comparable."""
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager

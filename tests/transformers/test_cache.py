@@ -1,6 +1,4 @@
 """``DynamicMaskCache`` after calls that fail, layers that attend twice, and steps as CUDA graphs (by a small fake)."""
-from __future__ import annotations
-
 import contextlib
 import copy
 from types import SimpleNamespace

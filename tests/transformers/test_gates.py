@@ -1,7 +1,5 @@
 """Models with gates: the same function at first, attention as written out, generation, saving and loading. And those of
 the policy they are compared with, sinks and a window."""
-from __future__ import annotations
-
 import copy
 import json
 import pickle

@@ -1,6 +1,4 @@
 """Generation: a cache of ``window`` rows gives the tokens that a full cache gives, and transformers' own attention."""
-from __future__ import annotations
-
 import copy
 from typing import Any
 

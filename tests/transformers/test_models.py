@@ -4,8 +4,6 @@ Right means SPEC section 12 for a whole model: the error may be twice that of th
 precision (eager), three times for gradients, plus roundings: of the result (four, as the norms of the float64 model,
 which is the truth, still round to float32), and for the gradient of ``A``, which is a sum over all keys, of its terms.
 """
-from __future__ import annotations
-
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,6 +1,4 @@
 """LoRA of peft on converted models: what is trained, saved and loaded, and merged."""
-from __future__ import annotations
-
 import copy
 from typing import Any
 

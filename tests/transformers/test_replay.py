@@ -1,6 +1,4 @@
 """A generated text in one forward pass, under what the sampler's cache saw: the sampler's logits."""
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

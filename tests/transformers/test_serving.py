@@ -1,6 +1,4 @@
 """Continuous batching: every text as if it were alone, whoever joins, leaves or fails beside it."""
-from __future__ import annotations
-
 import queue
 import re
 import threading

@@ -8,8 +8,6 @@ which this downloads and runs on small random models; they need the package ``pa
 of generation and of export are not in it. "sdpa", and no choice at all, become ``cupy_dma``: so ``eager_matches_sdpa``
 compares eager attention with ours. Exits with 1 if anything fails but what ``EXPECTED`` names.
 """
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys

@@ -1,6 +1,4 @@
 """The NumPy backend multiplies with one BLAS thread, and leaves the user's number of threads as it was."""
-from __future__ import annotations
-
 import os
 import signal
 import time

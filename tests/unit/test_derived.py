@@ -1,6 +1,4 @@
 """What backends keep on a mask: per stream, complete, bounded, and nothing of a capture."""
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass

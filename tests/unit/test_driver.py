@@ -1,6 +1,4 @@
 """Launches by the driver, with one that only takes down what it is asked for."""
-from __future__ import annotations
-
 import ctypes
 import struct
 import threading

@@ -1,6 +1,4 @@
 """``cupy_dma.explain``: what a call launches on a GPU that is only described."""
-from __future__ import annotations
-
 import re
 
 import pytest

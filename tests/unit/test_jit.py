@@ -1,7 +1,5 @@
 """Every kernel compiles for every supported architecture, within its registers; the cache notices changes; headers are
 found or asked for. Needs NVRTC and the CUDA headers, no GPU."""
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import re

@@ -1,6 +1,4 @@
 """Which kernels are launched with PDL. A device whose kernels do nothing tells what it was asked to launch."""
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

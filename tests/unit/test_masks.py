@@ -1,6 +1,4 @@
 """Masks: constructors against their definitions, laws of composition, and counts."""
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,6 +1,4 @@
 """Eviction policies, against caches written out head by head, and as masks."""
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

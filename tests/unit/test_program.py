@@ -1,6 +1,4 @@
 """Programs on a device whose kernels note what they get."""
-from __future__ import annotations
-
 import struct
 from types import SimpleNamespace
 from typing import Any

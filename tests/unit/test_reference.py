@@ -1,6 +1,4 @@
 """Tests of the oracle: small cases worked out by hand, and torch's own attention."""
-from __future__ import annotations
-
 import math
 
 import ml_dtypes

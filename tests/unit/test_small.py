@@ -1,7 +1,5 @@
 """Short sequences and small logits on the numpy backend: computed together and without a running max, each row by what
 it sees itself."""
-from __future__ import annotations
-
 from unittest import mock
 
 import numpy as np

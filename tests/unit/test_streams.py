@@ -1,6 +1,4 @@
 """What the library asks the CUDA driver about streams, of a driver that is not there."""
-from __future__ import annotations
-
 import ctypes
 import gc
 import weakref

@@ -1,6 +1,4 @@
 """Packed sequences and paged KV caches on the NumPy backend and through torch, against the oracle of each sequence."""
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,6 +1,4 @@
 """``cupy_dma.vllm`` with vLLM, or with stubs of it where it is not installed."""
-from __future__ import annotations
-
 import importlib.util
 import warnings
 from contextlib import nullcontext

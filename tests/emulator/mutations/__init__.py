@@ -10,8 +10,6 @@
     faults_decode.py          decoding
     test_mutations.py         puts them in
 """
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

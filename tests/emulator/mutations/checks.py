@@ -1,6 +1,4 @@
 """What catches the faults: tests of tests/emulator/tests, and probes of their own (``OWN``)."""
-from __future__ import annotations
-
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence

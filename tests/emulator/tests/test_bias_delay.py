@@ -1,7 +1,5 @@
 """Key biases that begin at a distance, through the kernels on the CPU emulator: forward and gradients, of the portable
 kernels and of Hopper's, in one pass and in two."""
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """Calls that differ in one fact have different programs: each neighbour of a call whose programs exist gives what it
 gives with programs of its own."""
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from typing import Any

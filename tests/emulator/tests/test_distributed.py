@@ -1,7 +1,5 @@
 """A rank's history on the CUDA kernels: received rows ahead of its own keys, with a mask that knows how many keys a
 tile sees. Without processes: what earlier ranks would send is made here."""
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

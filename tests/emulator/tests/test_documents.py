@@ -1,6 +1,4 @@
 """Documents and ``keys="global"``: their kernels against the array library, and calls of them as programs."""
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

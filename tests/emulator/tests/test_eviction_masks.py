@@ -1,7 +1,5 @@
 """Masks of eviction policies through the CUDA kernels: with a known window the keys are gathered, without one they are
 read from a shared list. Forward and gradients, against the oracle."""
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

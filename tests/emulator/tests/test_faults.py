@@ -1,7 +1,5 @@
 """The emulator itself, on the small kernels of tests/emulator/faulty.cu: what is right runs, what is wrong is reported,
 with the thread and the line."""
-from __future__ import annotations
-
 import os
 import re
 import struct

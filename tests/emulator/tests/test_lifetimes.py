@@ -1,6 +1,4 @@
 """Masks without a bound: their keys in the order of their lifetimes, and attention and gradients that go through it."""
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

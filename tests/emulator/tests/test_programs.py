@@ -1,6 +1,4 @@
 """Programs under the emulator: one that an earlier call has built gives the bits of one built for the call itself."""
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every residue of lengths, of Lk - Lq and of windows modulo tile sizes: pairs at the edge of a block, of a step or of
 a warp's keys. Each element of the results is compared; one wrong pair is lost in a norm over all."""
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,6 +1,4 @@
 """What a torch call leaves to its backward: tensors that autograd saves, frees and shows to hooks, and nothing else."""
-from __future__ import annotations
-
 import contextlib
 import gc
 import weakref

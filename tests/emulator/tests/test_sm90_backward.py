@@ -1,8 +1,6 @@
 """The Hopper gradients (kernels/sm90/backward_*.cu) on the CPU emulator: the grid, orders of threads and blocks, CTAs
 that take one tile after the other, and what must not reach a gradient. There are two passes if results are to be
 deterministic, and else one."""
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """The gradient of the queries from stored dS (kernels/sm90/stored_ds.cuh, backward_dq_stored.cu) on the CPU emulator:
 beside the oracle and the query pass, in chunks, in other orders of threads and blocks, and what must not reach it."""
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Iterator

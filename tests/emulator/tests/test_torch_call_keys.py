@@ -1,7 +1,5 @@
 """Torch calls that differ in one fact have different keys: each neighbour of a call whose chain exists gives what it
 gives with programs of its own."""
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,6 +1,4 @@
 """Torch calls that run the programs of earlier ones, against calls with programs of their own."""
-from __future__ import annotations
-
 import functools
 import gc
 import weakref

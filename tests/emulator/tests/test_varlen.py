@@ -1,6 +1,4 @@
 """Packed sequences and pages through the kernels on the CPU emulator, against the oracle of single sequences."""
-from __future__ import annotations
-
 import functools
 
 import numpy as np
