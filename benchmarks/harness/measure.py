@@ -239,8 +239,9 @@ def peak_bytes(call: Callable[[], Any]) -> int:
 
 
 def free_memory() -> None:
-    gc.collect()
+    """Of the GPU."""
     if on_gpu():
+        gc.collect()
         torch.cuda.empty_cache()
 
 

@@ -207,7 +207,7 @@ class Suite:
                              help="after this time no peer is started (default: %(default)g)")
 
     def run(self, args: argparse.Namespace) -> int:
-        gc.collect()
+        measure.free_memory()
         gc.freeze()  # every graph capture collects garbage, which must not walk all modules each time
         started = time.monotonic()
         deadline = started + args.seconds

@@ -22,8 +22,11 @@ WORDS = {f"{kind} {n}": b"def f(): return 1\n" * (20 + n) for kind in ("a", "b")
 
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch, one_thread):
-    """One thread, and a small text in place of the standard library."""
+    """One thread, few tests, and a small text in place of the standard library."""
     monkeypatch.setattr(text, "standard_library", lambda: text.split(WORDS))
+    monkeypatch.setattr(mqar, "TESTED", 8)
+    monkeypatch.setattr(needle, "TIMES", (1, 2))
+    monkeypatch.setattr(needle, "DEPTHS", (0.0, 1.0))
 
 
 # ---- tasks ----
@@ -164,7 +167,6 @@ def rows_of(folder, name):
 @pytest.mark.parametrize(("name", "part", "count"), [
     ("mqar", "widths", 8 * 12), ("language_model", "long", 4 * 3), ("needle", "text", 5 * 3)])
 def test_a_routine_runs_and_goes_on(tmp_path, monkeypatch, capsys, name, part, count):
-    monkeypatch.setattr(needle, "TIMES", (1, 2))
     own = ["--part", part] + ([] if name == "mqar" else ["--models", str(tmp_path / "models")])
     assert started(name, tmp_path, "--seconds", "0", *own) == 3
     assert not (tmp_path / f"{name}.json").exists() and "time is up" in capsys.readouterr().out
@@ -186,7 +188,6 @@ def test_a_routine_runs_and_goes_on(tmp_path, monkeypatch, capsys, name, part, c
 
 def test_needle_takes_the_models_that_are_there(tmp_path, monkeypatch):
     models = ["--models", str(tmp_path / "models")]
-    monkeypatch.setattr(needle, "TIMES", (1,))
     assert started("language_model", tmp_path, "--part", "main", *models) == 0
     monkeypatch.setattr(language, "train", None)
     assert started("needle", tmp_path, "--part", "text", *models) == 0
@@ -203,21 +204,21 @@ def test_rows_are_written_one_run_after_the_other(tmp_path, monkeypatch):
         return real(*arguments)
 
     monkeypatch.setattr(mqar, "train", train)
-    assert started("mqar", tmp_path, "--part", "widths") == 3
+    assert started("mqar", tmp_path, "--part", "lengths", "--kind", "full") == 3
     assert len(rows_of(tmp_path, "mqar")) == 12 and len(calls) == 2
-    assert started("mqar", tmp_path, "--part", "widths") == 0
-    assert len(rows_of(tmp_path, "mqar")) == 96 and len(calls) == 2 + 7
+    assert started("mqar", tmp_path, "--part", "lengths", "--kind", "full") == 0
+    assert len(rows_of(tmp_path, "mqar")) == 36 and len(calls) == 2 + 2
 
 
 def test_processes_share_a_file(tmp_path):
     """Each trains its share, and keeps what another has written meanwhile."""
     args = argparse.Namespace(out=str(tmp_path), fresh=False, commit="abc")
     late = records.Record("mqar", args, None)  # has seen nothing of what follows
-    assert started("mqar", tmp_path, "--part", "widths", "--share", "1/3") == 0
-    assert started("mqar", tmp_path, "--part", "widths", "--share", "3/3") == 0
-    assert len(rows_of(tmp_path, "mqar")) == 3 * 12 + 2 * 12
+    for share, count in (("1/2", 24), ("2/2", 36)):
+        assert started("mqar", tmp_path, "--part", "lengths", "--kind", "full", "--share", share) == 0
+        assert len(rows_of(tmp_path, "mqar")) == count
     late.add([{"settings": {"a": 1}, "found": 2}])
-    assert len(rows_of(tmp_path, "mqar")) == 61
+    assert len(rows_of(tmp_path, "mqar")) == 37
 
 
 def test_a_run_that_would_take_too_long_is_not_begun_in_vain(monkeypatch):
