@@ -186,13 +186,16 @@ def step_times(step: Callable[[], Any], steps: int, device: str) -> list[float]:
     return [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
 
 
-def timed(step: Callable[[], Any], steps: int, device: str) -> dict[str, Any]:
-    """``step_times``, their median and the peak of memory in them, 0 without a GPU."""
-    if device.startswith("cuda"):
+def timed(step: Callable[[], Any], steps: int, device: str, beyond: bool = False) -> dict[str, Any]:
+    """``step_times``, their median and the peak of memory in them, 0 without a GPU. ``beyond``: without what was
+    allocated before."""
+    on_cuda = device.startswith("cuda")
+    if on_cuda:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated() if on_cuda and beyond else 0
     found = step_times(step, steps, device)
-    peak = torch.cuda.max_memory_allocated() if device.startswith("cuda") else 0
+    peak = torch.cuda.max_memory_allocated() - before if on_cuda else 0
     return {"ms": statistics.median(found), "all_ms": found, "peak_bytes": peak}
 
 

@@ -3,6 +3,7 @@
 Nothing is claimed before it is recorded: without a record the piece of the page is empty.
 """
 import statistics
+from collections.abc import Callable
 from typing import Any
 
 from benchmarks.harness.charts import Panel, by_size, colormaps
@@ -73,35 +74,33 @@ def best(result: dict[str, Any]) -> tuple[str, dict[str, float]] | None:
     return kind, whole[kind]
 
 
-def loss_table(result: dict[str, Any], text: str) -> str:
-    """Nats per token of late positions and what is won back of the window's loss, by rows."""
-    found = budgets(result)
-    lines = []
+def by_rows(result: dict[str, Any], title: str, cell: Callable[[list[Row], str, int], str]) -> str:
+    """A line for each policy, a column for each number of rows: ``cell(its recorded rows, policy, rows)``."""
+    found, lines = budgets(result), []
     for kind, name in KINDS.items():
-        cells = []
-        for rows in found:
-            own = [x for row in rows_of(result, kind, 0 if kind == "full" else rows)
-                   if (x := late(row, text)) is not None]
-            share = closed(result, kind, rows, text) if kind not in ("full", "window") else []
-            cells.append(spread(own, digits=3) + (f", {statistics.mean(share):+.0f} %" if share else ""))
+        cells = [cell(rows_of(result, kind, 0 if kind == "full" else rows), kind, rows) for rows in found]
         if set(cells) != {"–"}:
             lines.append([name, *cells])
-    return markdown([f"{text}: nats per token, share won back", *(f"{rows} rows" for rows in found)], lines)
+    return markdown([title, *(f"{rows} rows" for rows in found)], lines)
+
+
+def loss_table(result: dict[str, Any], text: str) -> str:
+    """Nats per token of late positions and what is won back of the window's loss, by rows."""
+    def cell(own: list[Row], kind: str, rows: int) -> str:
+        share = closed(result, kind, rows, text) if kind not in ("full", "window") else []
+        nats = spread([x for row in own if (x := late(row, text)) is not None], digits=3)
+        return nats + (f", {statistics.mean(share):+.0f} %" if share else "")
+
+    return by_rows(result, f"{text}: nats per token, share won back", cell)
 
 
 def ending_table(result: dict[str, Any]) -> str:
     """The last tokens, where SnapKV can be compared, and needles."""
-    found = budgets(result)
-    lines = []
-    for kind, name in KINDS.items():
-        cells = []
-        for rows in found:
-            own = rows_of(result, kind, 0 if kind == "full" else rows)
-            nats = [spread([row["ending"][text] for row in own], digits=3) for text in TEXTS]
-            cells.append(f"{' / '.join(nats)} / {spread([needles(row) for row in own], 100, 0)}" if own else "–")
-        if set(cells) != {"–"}:
-            lines.append([name, *cells])
-    return markdown(["last tokens: text / code / needles found, %", *(f"{rows} rows" for rows in found)], lines)
+    def cell(own: list[Row], *_: Any) -> str:
+        nats = [spread([row["ending"][text] for row in own], digits=3) for text in TEXTS]
+        return f"{' / '.join(nats)} / {spread([needles(row) for row in own], 100, 0)}" if own else "–"
+
+    return by_rows(result, "last tokens: text / code / needles found, %", cell)
 
 
 def training_table(result: dict[str, Any]) -> str:

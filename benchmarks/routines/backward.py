@@ -28,7 +28,7 @@ import torch
 
 import cupy_dma as dma
 from benchmarks.harness import measure, peers, suite
-from benchmarks.harness.check import check_interval_gradients
+from benchmarks.harness.check import GradientCheck, check_interval_gradients
 from benchmarks.harness.pages import REPORTS
 from benchmarks.harness.suite import Case
 from cupy_dma.backward import attention_backward, dynamic_mask_attention_backward, key_scores_backward
@@ -76,7 +76,7 @@ class Benchmark(suite.Benchmark):
             super().prepare()
             self.options = {"mask": self.mask, "bias": self.scores}
         self.dout = self.normal(*self.query.shape)
-        self.out, self.lse = dma.attention(self.query, self.key, self.value, **self.options, return_lse=True)
+        self.out, self.lse = self.attend()
 
     def score(self) -> Any:
         scores = super().score()
@@ -104,10 +104,15 @@ class Benchmark(suite.Benchmark):
         return attention_backward(self.dout, self.query, self.key, self.value, self.out, self.lse, **self.options,
                                   deterministic=deterministic)
 
+    def attend(self) -> Any:
+        return dma.attention(self.query, self.key, self.value, **self.options, return_lse=True)
+
+    def both(self) -> Any:
+        return attention_backward(self.dout, self.query, self.key, self.value, *self.attend(), **self.options)
+
     def everything(self) -> Any:
         if self.plain or self.case.pattern:
-            out, lse = dma.attention(self.query, self.key, self.value, **self.options, return_lse=True)
-            return attention_backward(self.dout, self.query, self.key, self.value, out, lse, **self.options)
+            return self.both()
         made = {"dt_proj": self.dt_proj, "A": self.A, "window": self.case.window}
         out, lse = dma.dynamic_mask_attention(self.query, self.key, self.value, **made, return_lse=True)
         return dynamic_mask_attention_backward(self.dout, self.query, self.key, self.value, out, lse, **made)
@@ -121,12 +126,17 @@ class Benchmark(suite.Benchmark):
         self.record("cupy_dma", "backward deterministic", functools.partial(self.backward, True))
         self.record("cupy_dma", "forward+backward", self.everything)
 
+    def sampled(self, gradients: Any) -> GradientCheck:
+        """Some of them against float64, see harness/check.py."""
+        return check_interval_gradients(gradients, self.dout, self.query, self.key, self.value, self.out, self.lse,
+                                        self.options.get("bias"), *self.intervals(), seed=self.case.seed,
+                                        bias_delay=self.options.get("bias_delay", 0))
+
     def check(self) -> dict[str, Any]:
-        """Sampled gradients against float64, see harness/check.py; the same bits twice; the chain as its stages."""
+        """Sampled gradients; the same bits twice; the chain as its stages."""
         self.forget_lists()
         found = self.backward()
-        sampled = check_interval_gradients(found, self.dout, self.query, self.key, self.value, self.out, self.lse,
-                                           self.options.get("bias"), *self.intervals(), seed=self.case.seed)
+        sampled = self.sampled(found)
         again = (self.backward(deterministic=True) for _ in range(2))
         same_bits = all(x is None or torch.equal(x, y) for x, y in zip(*again))
         chain = self.chain_equals(found)

@@ -78,9 +78,7 @@ class Bench:
             call()
             measure.synchronize()
             pace, began = time.perf_counter() - began, time.perf_counter()
-        before = torch.cuda.memory_allocated() if measure.on_gpu() else 0
-        found = measure.timed(call, max(1, min(self.repeats, int(5 / pace))), self.device)
-        return {**found, "peak_bytes": max(0, found["peak_bytes"] - before)}
+        return measure.timed(call, max(1, min(self.repeats, int(5 / pace))), self.device, beyond=True)
 
     def step(self, peer: str, batch: int, length: int) -> dict[str, Any]:
         model, ids = self.model(peer, length, trained=True), self.ids(batch, length)

@@ -69,10 +69,8 @@ class Doge:
     def measured(self, call: Callable[[], Any], repeats: int) -> dict[str, Any]:
         for _ in range(WARM_UP):
             call()
-        measure.synchronize()
-        before = torch.cuda.memory_allocated() if measure.on_gpu() else 0
-        found = measure.timed(call, repeats, self.device)
-        return {**found, "peak_bytes": found["peak_bytes"] - before or None}
+        found = measure.timed(call, repeats, self.device, beyond=True)
+        return {**found, "peak_bytes": found["peak_bytes"] or None}
 
     def hidden(self, model: Any, length: int) -> Any:
         with torch.no_grad():

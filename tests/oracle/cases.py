@@ -342,15 +342,10 @@ def check(case: Case, out: np.ndarray, lse: np.ndarray, *, tf32: bool = False) -
 
     ``tf32``: the backend multiplies float32 by tensor cores.
     """
-    arguments = _oracle_arguments(case)
-    sinks = _drawn(case).get("sink_logits")
-    ref, ref_lse = reference.attention(*arguments, sinks, case.bias_delay)
-    plain, plain_lse = reference.same_precision_attention(*arguments, sinks, case.bias_delay, tf32=tf32)
-    out, lse = host(out), host(lse)
-    assert out.dtype == numpy_dtype(case.dtype) and out.shape == ref.shape
-    assert lse.dtype == (np.float64 if case.dtype == "float64" else np.float32)
-    reference.assert_matches_reference(out, ref, plain, out.dtype)
-    reference.assert_matches_reference(lse, ref_lse, plain_lse, lse.dtype)
+    kinds = numpy_dtype(case.dtype), np.float64 if case.dtype == "float64" else np.float32
+    for found, kind, (ref, plain, _) in zip((host(out), host(lse)), kinds, expected(case, tf32=tf32).values()):
+        assert found.dtype == kind and found.shape == ref.shape
+        reference.assert_matches_reference(found, ref, plain, kind)
 
 
 @cache

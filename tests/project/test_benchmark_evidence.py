@@ -13,7 +13,7 @@ from benchmarks.harness import language, pages_evidence, records, small_models, 
 from benchmarks.harness.pages import REPORTS  # noqa: E402
 from benchmarks.harness.pages_evidence import spread  # noqa: E402
 from benchmarks.harness.recall import Recall, oracle  # noqa: E402
-from benchmarks.harness.small_models import SCORED, Adam, Attention, Layer, Models, Sizes, scored  # noqa: E402
+from benchmarks.harness.small_models import SCORED, Adam, Attention, Models, Sizes, scored  # noqa: E402
 from benchmarks.routines import mqar, needle  # noqa: E402
 
 SIZES = Sizes(vocabulary=50, layers=2, width=16, heads=4, kv_heads=2, inner=24, conv=3)
@@ -249,16 +249,6 @@ def test_a_fresh_run_forgets(tmp_path):
     assert not records.Record("some", args, "how").has([{"a": 1}])
 
 
-def test_the_grid_has_every_control():
-    chosen = [one for part in mqar.PARTS for one in mqar.grid(part, mqar.Task())]
-    assert {how.kind for _, how, _ in chosen} == {"full", "window", "random", "bias", "selection", "dynamic", "global"}
-    main = [how for _, how, _ in mqar.grid("main", mqar.Task())]
-    assert {how.budget for how in main} == {0, 16, 32, 64, 128} and {how.form for how in main} == {"exp", "linear"}
-    assert {(task.length, task.pairs) for task, *_ in chosen} == {(512, 32), (1024, 64), (2048, 128), (4096, 256),
-                                                                  (64, 8)}
-    assert {task.width for task, *_ in chosen} == {64, 128, 256}
-
-
 def test_scores_are_frozen_after_half_the_steps(monkeypatch):
     seen = []
     real = Adam.step
@@ -323,15 +313,3 @@ def test_models_without_numbers_end():
     assert len(found.losses) == 1
     assert spread([2.0, 2.04]) == "2.0" and spread([]) == "–"
     assert spread([float("nan")]) == "NaN" and spread([1.0, float("nan"), 3.0]) == "2.0 (1.0–3.0), 1 NaN"
-
-
-def test_the_usual_rate_goes_without_saying():
-    assert language.Task().rate == pages_evidence.RATE
-
-
-def test_language_models_have_ten_million_parameters():
-    sizes = language.Task().sizes
-    with torch.device("meta"):
-        layer = Layer(1, sizes, Attention("dynamic", 512), False)
-    count = sizes.layers * sum(x.numel() for x in layer.parameters()) + sizes.vocabulary * sizes.width
-    assert count == pytest.approx(10e6, rel=0.1)

@@ -14,7 +14,6 @@ from benchmarks.harness import corpus, kept_rows, pages_retrofit, records  # noq
 from benchmarks.harness.kept_rows import SINKS, attend_by, best, most_seen, within  # noqa: E402
 from benchmarks.harness.pages import REPORTS  # noqa: E402
 from benchmarks.routines import retrofit, retrofit_speed  # noqa: E402
-from cupy_dma import IntervalMask  # noqa: E402
 
 WORDS = "def keep(row, of=None):\n    return row  # as it was, if {} is not {}\n"
 
@@ -312,12 +311,6 @@ def test_a_wrong_window_is_no_record(tmp_path, data, monkeypatch):
     monkeypatch.setattr(retrofit, "dense_window", lambda n, rows, *others: torch.zeros(1, 1, n, n))
     with pytest.raises(RuntimeError, match="differ from those of a dense mask"):
         run(tmp_path, data, "check")
-
-
-def test_the_dense_window_is_the_mask():
-    seen = retrofit.dense_window(30, 12, "cpu", torch.float32)[0, 0] == 0
-    mask = IntervalMask.sinks(30, SINKS) | IntervalMask.sliding_window(30, 12 - SINKS)
-    np.testing.assert_array_equal(seen, mask.to_dense(30)[0, 0])
 
 
 def test_gates_start_from_scores(model):

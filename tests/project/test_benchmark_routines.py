@@ -223,14 +223,6 @@ def test_dense(smoke, tmp_path):
                  "interval H4/2")
 
 
-def test_unequal_lengths():
-    for few in (False, True):
-        drawn = dense.lengths(few)
-        assert dense.SHORTEST <= min(drawn) and max(drawn) <= dense.LONGEST
-        assert sum(drawn) % len(drawn) == 0
-    assert len(dense.lengths(False)) == dense.SEQUENCES
-
-
 def test_intervals(smoke):
     result = smoke("intervals")
     assert [case["pattern"] for case in result["cases"]] == list(intervals.PATTERNS)
@@ -239,22 +231,6 @@ def test_intervals(smoke):
     assert kept["top-w"] == kept["top-w, bound"] == 4 * (200 * 40 - 40 * 39 // 2)
     assert kept["H2O"] == kept["top-w"]  # a cache is full from its first eviction on
     assert all(row["ms"] for case in result["cases"] for row in case["rows"] if row["who"] == "cupy_dma")
-
-
-def test_recorded_evictions():
-    """At most ``budget`` keys are seen anywhere, texts do not see each other, and lifetimes are irregular."""
-    stops = intervals.h2o_stops(2, 2 * 8192 + 100, 64)
-    position = np.arange(stops.shape[1])
-    assert stops.shape == (2, 16484) and (stops > position).all()
-    for row in stops:
-        births, deaths = (np.bincount(x, minlength=3 * 8192 + 1) for x in (position, row))
-        alive = np.cumsum(births - deaths)
-        assert alive.max() == alive[8191] == 64 and alive[8192] == 1
-        assert (row[:8192] <= 8192).all() and np.array_equal(row[8192:2 * 8192] - 8192, row[:8192])
-        life = row[:8192] - position[:8192]
-        assert len(np.unique(life[row[:8192] < 8192])) > 20  # besides the keys that stay to the end
-        assert 33 == np.median(life) < life.max() / 20
-    assert not np.array_equal(*stops)
 
 
 def test_portable(smoke):
@@ -448,16 +424,6 @@ def test_what_a_backend_refuses(tmp_path, monkeypatch, capsys):
     assert "–" in accuracy.table(lines)
 
 
-def test_accuracy_has_every_case_once_in_every_type():
-    for dtype in accuracy.SUITES["grid"].dtypes:
-        chosen = accuracy.grid(dtype)
-        assert {case.dtype for case in chosen} == {dtype}
-        assert len({replace(case, name="") for case in chosen}) == len(chosen) > 100
-    assert len({case.name for case in accuracy.CASES}) == len(accuracy.CASES)
-    empty = accuracy.CASES[-1]
-    assert empty.causal and empty.query_length > empty.key_length
-
-
 # ---- training -------------------------------------------------------------------------------------------------------
 TINY = ("--models", "tiny", "--lengths", "128", "--tokens", "128", "--steps", "1", "--device", "cpu")
 
@@ -572,14 +538,6 @@ def test_a_dense_window_is_dense_attention():
     for loss, gradient in losses[1:]:
         assert loss == pytest.approx(losses[0][0], abs=1e-5)
         torch.testing.assert_close(gradient, losses[0][1], rtol=1e-3, atol=1e-6)
-
-
-def test_sizes_are_those_of_the_models():
-    counts = {}
-    for name, sizes in decoder.MODELS.items():
-        with torch.device("meta"):
-            counts[name] = sum(x.numel() for x in decoder.Decoder(sizes, decoder.NoCore).parameters()) / 1e6
-    assert counts["80m"] == pytest.approx(89, abs=1) and counts["1.7b"] == pytest.approx(268, abs=2)
 
 
 # ---- jax and transformers -------------------------------------------------------------------------------------------

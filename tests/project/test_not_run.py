@@ -46,10 +46,6 @@ def test_the_last_line_counts_what_did_not_run(tmp_path, workers):
     assert "test_one.py, " in files and files.endswith("test_two.py")
 
 
-def test_nothing_to_say(tmp_path):
-    assert "1 passed" in end_of_run(tmp_path, some="def test_a(): pass")[-1]
-
-
 def test_other_reasons_are_shown_and_bounded(tmp_path):
     many = SHOWN + 3
     lines = end_of_run(tmp_path, some=f"import pytest\n@pytest.mark.parametrize('i', range({many}))\n"

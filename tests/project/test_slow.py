@@ -15,11 +15,6 @@ def test_included_names_are_those_of_files():
     assert {"sm80/forward.cu", "sm90/forward.cu"} < slow.including({"common/arch.cuh"}, files) <= set(files)
 
 
-def test_changes_are_those_of_a_commit(monkeypatch):
-    monkeypatch.setenv("CUPY_DMA_BASE", "no such commit")
-    assert slow.changed_kernels.__wrapped__() == set()
-
-
 def test_shares_of_slow_tests_are_disjoint_and_complete():
     names = [f"tests/a.py::test[{i}]" for i in range(1000)]
     shares = [{name for name in names if slow.in_share(name, f"{i}/4")} for i in (1, 2, 3, 4)]

@@ -1,7 +1,6 @@
 """What backends keep on a mask: per stream, complete, bounded, and nothing of a capture."""
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,6 +34,18 @@ def mask_on(device: Device) -> Any:
     return SimpleNamespace(device=device, _cache={}, _history=History({}, []))
 
 
+@pytest.fixture
+def lists(gpu):
+    """What the mask of a GPU keeps as its lists for a stream."""
+    mask = mask_on(Device("cuda", 0))
+
+    def of(stream: int) -> Any:
+        return kept(mask, ("lists",), stream, object)
+
+    of.mask = mask
+    return of
+
+
 def in_thread(function: Callable[[], Any]) -> Any:
     box: list[Any] = []
     thread = threading.Thread(target=lambda: box.append(function()))
@@ -43,65 +54,51 @@ def in_thread(function: Callable[[], Any]) -> Any:
     return box[0]
 
 
-def test_each_stream_makes_its_own(gpu):
-    mask = mask_on(Device("cuda", 0))
-    first = kept(mask, ("lists",), 7, object)
-    assert kept(mask, ("lists",), 7, object) is first
-    assert kept(mask, ("lists",), 8, object) is not first and kept(mask, ("others",), 7, object) is not first
+def test_each_stream_makes_its_own(lists):
+    first = lists(7)
+    assert lists(7) is first and lists(8) is not first
+    assert kept(lists.mask, ("others",), 7, object) is not first
 
 
-def test_a_capture_after_all_has_been_forgotten(gpu):
-    mask = mask_on(Device("cuda", 0))
-    first = kept(mask, ("lists",), 7, object)
-    gpu.capturing.add(8)
-    assert kept(mask, ("lists",), 8, object) is first
-    mask._cache.clear()
-    assert kept(mask, ("lists",), 8, object) is not first
+def test_the_default_stream_of_each_thread_is_a_stream_of_its_own(lists):
+    first = lists(2)
+    assert lists(2) is first and in_thread(lambda: lists(2)) is not first
 
 
-def test_the_default_stream_of_each_thread_is_a_stream_of_its_own(gpu):
-    mask = mask_on(Device("cuda", 0))
-    first = kept(mask, ("lists",), 2, object)
-    assert kept(mask, ("lists",), 2, object) is first
-    assert in_thread(lambda: kept(mask, ("lists",), 2, object)) is not first
-
-
-def test_a_reused_handle_is_another_stream(gpu):
-    mask = mask_on(Device("cuda", 0))
-    first = kept(mask, ("lists",), 7, object)
+def test_a_reused_handle_is_another_stream(lists, gpu):
+    first = lists(7)
     gpu.ids[7, None] = 99  # the stream was destroyed, and its handle given to a new one
-    assert kept(mask, ("lists",), 7, object) is not first
+    assert lists(7) is not first
 
 
-def test_a_capture_keeps_nothing(gpu):
-    mask = mask_on(Device("cuda", 0))
+def test_a_capture_keeps_nothing(lists, gpu):
     gpu.capturing.add(7)
-    assert kept(mask, ("lists",), 7, object) is not kept(mask, ("lists",), 7, object)
-    assert not mask._cache and not mask._history.events
+    assert lists(7) is not lists(7)
+    assert not lists.mask._cache and not lists.mask._history.events
     gpu.capturing.clear()
-    assert kept(mask, ("lists",), 7, object) is kept(mask, ("lists",), 7, object)
+    assert lists(7) is lists(7)
 
 
-def test_a_capture_reads_only_what_is_complete(gpu):
-    mask = mask_on(Device("cuda", 0))
-    first = kept(mask, ("lists",), 7, object)
+def test_a_capture_reads_only_what_is_complete(lists, gpu):
+    first = lists(7)
     gpu.capturing.add(8)
     gpu.complete = False
-    assert kept(mask, ("lists",), 8, object) is not first
+    assert lists(8) is not first
     gpu.complete = True
-    assert kept(mask, ("lists",), 8, object) is first  # of any stream: its work has ended
+    assert lists(8) is first  # of any stream: its work has ended
+    lists.mask._cache.clear()
+    assert lists(8) is not first
 
 
-def test_what_a_graph_reads_stays(gpu):
-    mask = mask_on(Device("cuda", 0))
-    first = kept(mask, ("lists",), 7, object)
+def test_what_a_graph_reads_stays(lists, gpu):
+    first = lists(7)
     gpu.capturing.add(8)
     for _ in range(2):
-        kept(mask, ("lists",), 8, object)
+        lists(8)
     for i in range(2 * derived.MAX_KEPT):
-        kept(mask, ("more", i), 7, object)
-    assert ("lists", gpu.ids[7, None]) not in mask._cache
-    assert mask._history.captured == [first]
+        kept(lists.mask, ("more", i), 7, object)
+    assert ("lists", gpu.ids[7, None]) not in lists.mask._cache
+    assert lists.mask._history.captured == [first]
 
 
 @pytest.mark.parametrize("device", [CPU, Device("cuda", 0)], ids=str)
@@ -132,9 +129,3 @@ def test_nothing_is_kept_of_what_failed():
     with pytest.raises(MemoryError):
         kept(mask, ("lists",), 0, lambda: (_ for _ in ()).throw(MemoryError()))
     assert not mask._cache and kept(mask, ("lists",), 0, lambda: 3) == 3
-
-
-@dataclass
-class Lists:
-    fields: dict[str, int]
-    workspace: Any
