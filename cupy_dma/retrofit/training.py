@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from cupy_dma import checks
+from cupy_dma.retrofit import checkpoints
 from cupy_dma.retrofit.distillation import Distillation, gates_of
 from cupy_dma.torch import RetentionGate
 from cupy_dma.torch.registration import own_type
@@ -78,10 +78,11 @@ def train(model: nn.Module, batches: Iterable[Any], *, steps: int, ratio: float,
     autocast : torch.dtype, optional
         For forward passes of a float32 model, e.g. ``torch.bfloat16``.
     checkpoint : path, optional
-        A file to write every ``every`` steps and at the end.
+        A file to write every ``every`` steps and at the end: whole tensors, however the model is sharded.
     resume : bool
         Continue from ``checkpoint`` if it exists. ``batches`` starts from the beginning, and batches already used are
-        skipped: with the same batches the result equals that of an uninterrupted run.
+        skipped: with the same batches the result equals that of an uninterrupted run. The number of ranks must be the
+        same, the sharding need not.
     callback
         Called with every step's log.
     progress : bool
@@ -92,21 +93,22 @@ def train(model: nn.Module, batches: Iterable[Any], *, steps: int, ratio: float,
     wrap
         Called with the ``Distillation``; returns the module to call in its place, by default with a ``process_group``
         ``DistributedDataParallel``. To shard the model, it calls ``fully_shard`` on its layers and returns
-        ``fully_shard(objective)``; then there are no checkpoints.
+        ``fully_shard(objective)``.
 
     Returns
     -------
     The log of every step, including those before a resume: ``step``, ``loss``, ``kl`` (nats per token), ``budget``,
     ``kept`` and ``target`` (mean gate, and its target), ``kept_by_layer``, ``dropped`` (share of gates below the
-    threshold), ``temperature``, ``norm`` (of the gradient), ``tokens`` and ``seconds``.
+    threshold), ``temperature``, ``norm`` (of the gradient), ``tokens`` and ``seconds`` (this rank's; those before a
+    resume are the first rank's).
 
     Raises
     ------
     TypeError, ValueError
         An argument has the wrong type or value, the model has no gates, the texts are too short, there are fewer
-        batches than steps, or the checkpoint has another recipe.
-    NotImplementedError
-        A checkpoint of a sharded model.
+        batches than steps, the checkpoint has another recipe, or that of a sharded model has no ``process_group``.
+    FileNotFoundError
+        Some ranks find the checkpoint to resume from, others do not.
     FloatingPointError
         The loss is not finite; the parameters are as before that step.
     """
@@ -129,16 +131,16 @@ def train(model: nn.Module, batches: Iterable[Any], *, steps: int, ratio: float,
     stepped = objective if wrap is None else wrap(objective)
     gates = list(gates_of(model).values())
     learned = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if path is not None and any(hasattr(p, "full_tensor") for p in learned.values()):
-        raise NotImplementedError("checkpoint must be None for a sharded model: save it with torch.distributed's own")
+    if path is not None and process_group is None and any(map(checkpoints.is_sharded, learned.values())):
+        raise ValueError("a checkpoint of a sharded model needs a process_group, got None: one of its ranks writes")
     optimizer, only_gates = _optimizer(gates, learned, rates)
     ranks, rank = (1, 0) if process_group is None else (process_group.size(), process_group.rank())
     recipe = {"ranks": ranks, "ratio": float(ratio), "shrink": shrink, "linear": linear, "weight": float(weight),
               "direction": direction, "parameters": sorted(learned)}
     history: list[dict[str, Any]] = []
     random = None
-    if resume and path is not None and path.exists():
-        random = _load(path, recipe, learned, optimizer, history)[rank]
+    if resume and path is not None:
+        random = checkpoints.load(path, recipe, learned, optimizer, history, process_group)
     given = itertools.islice(batches, len(history), None)
     _set_modes(model, only_gates)
     try:
@@ -148,7 +150,7 @@ def train(model: nn.Module, batches: Iterable[Any], *, steps: int, ratio: float,
                 if batch is None:
                     raise ValueError(f"batches must have one per step, {steps}, got {step}")
                 if random is not None:
-                    _restore_random(random)
+                    checkpoints.restore_random(random)
                     random = None
                 began, target = time.perf_counter(), kept_target(step, shrink, ratio, linear=linear)
                 if warmth is not None:
@@ -160,7 +162,7 @@ def train(model: nn.Module, batches: Iterable[Any], *, steps: int, ratio: float,
                 bar.set_postfix({name: f"{history[-1][name]:.3g}" for name in ("kl", "kept", "target")})
                 bar.update()
                 if path is not None and (len(history) % every == 0 or len(history) == steps):
-                    _save(path, recipe, learned, optimizer, history, process_group)
+                    checkpoints.save(path, recipe, learned, optimizer, history, process_group)
                 if callback is not None:
                     callback(history[-1])
     finally:
@@ -179,7 +181,7 @@ def _step(objective: nn.Module, optimizer: Any, learned: dict[str, Any], batch: 
     optimizer.zero_grad(set_to_none=True)
     losses.loss.backward()
     norm: Any = nn.utils.clip_grad_norm_(learned.values(), clip)
-    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    norm = norm.full_tensor() if checkpoints.is_sharded(norm) else norm
     numbers = (losses.loss, losses.kl, losses.budget, losses.dropped, norm, *losses.kept)
     loss, kl, budget, dropped, size, *layers = torch.stack([x.detach().float() for x in numbers]).tolist()
     if not (math.isfinite(loss) and math.isfinite(size)):
@@ -246,43 +248,3 @@ def _temperatures(value: Any) -> tuple[float, float] | None:
         return None
     first, last = value if isinstance(value, tuple) and len(value) == 2 else (value, value)
     return _positive(first, "temperature"), _positive(last, "temperature")
-
-
-# ---- checkpoints ----------------------------------------------------------------------------------------------------
-
-
-def _save(path: Path, recipe: dict[str, Any], learned: dict[str, Tensor], optimizer: Any,
-          history: list[dict[str, Any]], group: Any) -> None:
-    """Written by the first rank, to another file first, so that an interruption leaves the previous one intact."""
-    own = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [])]
-    random = [own]
-    if group is not None:
-        random = [own] * group.size()
-        dist.all_gather_object(random, own, group=group)
-        if group.rank():
-            return
-    beside = path.with_name(f"{path.name}.new")
-    torch.save({"recipe": recipe, "parameters": {name: p.detach() for name, p in learned.items()},
-                "optimizer": optimizer.state_dict(), "history": history, "random": random}, beside)
-    os.replace(beside, path)
-
-
-def _load(path: Path, recipe: dict[str, Any], learned: dict[str, Tensor], optimizer: Any,
-          history: list[dict[str, Any]]) -> list[list[Tensor]]:
-    """Restore a checkpoint, except the random states of the ranks, which are restored later."""
-    saved = torch.load(path, map_location="cpu", weights_only=True)
-    for name, value in recipe.items():
-        if saved["recipe"][name] != value:
-            raise ValueError(f"the checkpoint {path} was made with {name}={saved['recipe'][name]!r}, got {value!r}")
-    with torch.no_grad():
-        for name, parameter in learned.items():
-            parameter.copy_(saved["parameters"][name])
-    optimizer.load_state_dict(saved["optimizer"])
-    history[:] = saved["history"]
-    return saved["random"]
-
-
-def _restore_random(random: list[Tensor]) -> None:
-    torch.set_rng_state(random[0])
-    if torch.cuda.is_available() and len(random) > 1:
-        torch.cuda.set_rng_state_all(random[1:])

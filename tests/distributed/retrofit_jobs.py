@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 import cupy_dma.transformers as dmt
@@ -52,10 +52,10 @@ def layers_of(model: Any) -> list[Any]:
     return list(model.model.layers)
 
 
-def sharded(objective: retrofit.Distillation, world: int) -> Any:
+def sharded(objective: retrofit.Distillation, group: Any) -> Any:
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (world,))
+    mesh = DeviceMesh.from_group(group, "cpu")
     for layer in layers_of(objective.student):
         fully_shard(layer, mesh=mesh)
     return fully_shard(objective, mesh=mesh)
@@ -74,7 +74,7 @@ def step(group: Any, how: str, trainable: str,
     if how == "ddp":
         objective = DistributedDataParallel(objective, process_group=group)
     elif how == "fsdp":
-        objective = sharded(objective, world)
+        objective = sharded(objective, group)
     for gate in retrofit.gates_of(model).values():
         gate.train()
     rows = slice(rank * ROWS // world, (rank + 1) * ROWS // world)
@@ -85,33 +85,45 @@ def step(group: Any, how: str, trainable: str,
     return retrofit.Losses(*(x.detach() for x in losses)), found
 
 
+def shared(logs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: x for name, x in log.items() if name not in ("seconds", "tokens")} for log in logs]
+
+
 def trained(group: Any, how: str, steps: int, **options: Any) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-    """The logs of ``train`` without their times, and the gates after it."""
+    """The logs of ``train`` without what is each rank's own, and the gates after it."""
     model, _ = model_of("gate")
     rank, world = (0, 1) if group is None else (group.rank(), group.size())
     rows = slice(rank * ROWS // world, (rank + 1) * ROWS // world)
     batches = ({name: x[rows] for name, x in batch_of(i).items()} for i in range(steps))
-    wrap = (lambda objective: sharded(objective, world)) if how == "fsdp" else None
+    wrap = (lambda objective: sharded(objective, group)) if how == "fsdp" else None
     with without_noise():
         logs = retrofit.train(model, batches, steps=steps, ratio=3, rate=1e-3, progress=False, process_group=group,
                               wrap=wrap, **options)
     gates = {name: whole(p).detach() for name, p in model.named_parameters() if ".retention_gate." in name}
-    return [{name: x for name, x in log.items() if name not in ("seconds", "tokens")} for log in logs], gates
+    return shared(logs), gates
 
 
-def resumed(group: Any, folder: str, steps: int) -> list[Any]:
-    """With noise: a run, one that stops in the middle, and the rest of it."""
-    results = []
-    for part, count in (("whole", steps), ("half", steps // 2), ("half", steps)):
+def with_noise(group: Any, path: str, how: str, trainable: str, count: int, steps: int,
+               skipped: int = 0) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+    """Run to step ``count`` of ``steps`` with a checkpoint there, or go on from it; the first ``skipped`` batches are
+    none. The logs without what is each rank's own, and the model."""
+    model, teacher = model_of(trainable)
+    torch.manual_seed(10 + group.rank())
+    batches = [{name: x[group.rank()::group.size()] for name, x in batch_of(i).items()} for i in range(count)]
+    logs = retrofit.train(model, [{}] * skipped + batches[skipped:], steps=count, shrink=steps, ratio=3, rate=1e-3,
+                          base_rate=1e-3, trainable=trainable, teacher=teacher, progress=False, process_group=group,
+                          checkpoint=path, every=count, resume=True,
+                          wrap=(lambda objective: sharded(objective, group)) if how == "fsdp" else None)
+    return shared(logs), {name: whole(p).detach() for name, p in model.named_parameters()}
+
+
+def checkpoint_of_one(group: Any, folder: str) -> None:
+    """A sharded model whose ranks ``train`` does not know, and a file that not all of them find."""
+    if folder:
         model, _ = model_of("gate")
-        torch.manual_seed(10 + group.rank())
-        batches = ({name: x[group.rank()::group.size()] for name, x in batch_of(i).items()} for i in range(count))
-        logs = retrofit.train(model, batches, steps=count, shrink=steps, ratio=3, rate=1e-3, progress=False,
-                              process_group=group, checkpoint=Path(folder) / part, every=count, resume=True)
-        results.append([[log["loss"] for log in logs], *(p.detach() for g in retrofit.gates_of(model).values()
-                                                         for p in g.parameters())])
-    return results
-
-
-def sharded_checkpoint(group: Any, folder: str) -> None:
-    trained(group, "fsdp", 1, checkpoint=Path(folder) / "state")
+        retrofit.train(model, [], steps=1, ratio=3, progress=False, process_group=group, resume=True,
+                       checkpoint=Path(folder) / str(group.rank()))
+    else:
+        model, _ = model_of("gate")
+        retrofit.train(model, [], steps=1, ratio=3, progress=False, checkpoint="never written",
+                       wrap=lambda objective: sharded(objective, group))
