@@ -11,6 +11,7 @@ from cupy_dma.flash_dmattn.utils import padding
 from cupy_dma.flash_dmattn.windows import best_keys
 from tests.flash_dmattn.test_functions import check
 from tests.oracle import reference
+from tests.oracle.refusals import check_refused
 
 B, H, HKV, LQ, LK, D = 2, 4, 2, 6, 11, 8
 LOWEST = float(np.finfo(np.float32).min)
@@ -152,10 +153,7 @@ def test_ties_are_broken_as_by_interval_masks(rng):
      ["attention_mask", "(2, 11)", "(2, 1)", "(2, 5)"]),
 ])
 def test_errors_of_masks(call, kind, words, rng):
-    with pytest.raises(kind) as caught:
-        call(biases(rng, B, HKV, 1, LK))
-    for word in words:
-        assert word in str(caught.value), str(caught.value)
+    check_refused(kind, words, call, biases(rng, B, HKV, 1, LK))
 
 
 # ---- padding ----
@@ -211,10 +209,7 @@ def test_gradients_through_padding():
     (lambda x, m: padding.upad_input(x[..., None], x[:, :3, :, None], x[..., None], m, 5), ["key_layer", "(2, 5)"]),
 ])
 def test_errors_of_padding(call, words):
-    with pytest.raises(ValueError) as caught:
-        call(np.zeros((2, 5, 3)), np.ones((2, 5), bool))
-    for word in words:
-        assert word in str(caught.value), str(caught.value)
+    check_refused(ValueError, words, call, np.zeros((2, 5, 3)), np.ones((2, 5), bool))
 
 
 # ---- the first generation ----
@@ -363,7 +358,4 @@ def test_fwd_writes_to_out(convert, data):
      ["causal_mask", "(1|B, 1|Hkv|H, 1|Lq, 1|Lk)", "(6, 11)"]),
 ])
 def test_errors_of_the_first_generation(call, kind, words, data):
-    with pytest.raises(kind) as caught:
-        call(data["query"], data["key"], dt=data["dt_proj"], A=data["A"])
-    for word in words:
-        assert word in str(caught.value), str(caught.value)
+    check_refused(kind, words, call, data["query"], data["key"], dt=data["dt_proj"], A=data["A"])

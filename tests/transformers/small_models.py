@@ -1,7 +1,9 @@
 """Small random models of transformers, batches for them, and what makes two ways of computing them comparable."""
 import copy
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -96,6 +98,37 @@ def batch(how: str, rows: int = 2, length: int = LENGTH, seed: int = 1) -> tuple
     else:
         assert how == "plain"
     return given, real.bool()
+
+
+def check_unchanged(name: str, how: str, *added: str, **options: Any) -> None:
+    """A model computes after ``convert`` what it has computed, with its parameters and new ones named like this in each
+    layer that has a dynamic mask."""
+    given, real = batch(how)
+    model = model_of(name, "eager")
+    expected = model(**given).logits[real]
+    before = {key: x.clone() for key, x in model.state_dict().items()}
+    assert dmt.convert(model, **options) is model
+    torch.testing.assert_close(model(**given).logits[real], expected, rtol=0, atol=2e-5)
+    after = model.state_dict()
+    assert all(torch.equal(after[key], x) for key, x in before.items())
+    new = set(after) - set(before)
+    assert len(new) == len(added) * len(model.config.dynamic_mask["layers"]) > 0
+    assert all(key.endswith(added) for key in new)
+
+
+def check_reloaded(model: Any, folder: Path, noted: dict[str, Any], form: Any = None, **options: Any) -> Any:
+    """A model saved, with this note in its configuration, and loaded, which computes the same; the loaded one."""
+    given, real = batch("left")
+    expected = model(**given).logits[real]
+    model.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["dynamic_mask"] == {"layers": model.config.dynamic_mask["layers"], **noted}
+    form = form or transformers.AutoModelForCausalLM
+    loaded, about = form.from_pretrained(folder, output_loading_info=True, **options)
+    assert not any(about[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), about
+    assert not loaded.training and loaded.config._attn_implementation == "cupy_dma"
+    assert torch.equal(loaded(**given).logits[real], expected)
+    return loaded
 
 
 def best_by_position(scores: Tensor, k: int, dim: int = -1, **_: Any) -> Any:

@@ -20,18 +20,7 @@ NAMES = [name for name in small.FORMS if name not in (*small.DOGES, "mistral")]
                                             ("gpt-oss", "linear")])
 @pytest.mark.parametrize("how", ["plain", "left", "packed"])
 def test_a_long_window_changes_nothing(name, how, form):
-    given, real = small.batch(how)
-    model = small.model_of(name, "eager")
-    expected = model(**given).logits[real]
-    before = {key: x.clone() for key, x in model.state_dict().items()}
-    assert dmt.convert(model, small.LENGTH, form=form) is model
-    found = model(**given).logits[real]
-    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
-    after = model.state_dict()
-    assert all(torch.equal(after[key], x) for key, x in before.items())
-    added = sorted(set(after) - set(before))
-    assert len(added) == 2 * len(model.config.dynamic_mask["layers"]) > 0
-    assert all(key.endswith((".A", ".dt_proj.weight")) for key in added)
+    small.check_unchanged(name, how, ".A", ".dt_proj.weight", window=small.LENGTH, form=form)
 
 
 @pytest.mark.parametrize("options", [{}, {"sinks": 2, "recent": 3}, {"form": "linear"}, {"window": [[9, 4]]},
@@ -135,14 +124,7 @@ def test_budgets_that_do_not_fit(name, given, error, message):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("how", ["plain", "left", "packed"])
 def test_a_long_window_by_the_input_changes_nothing(name, how):
-    given, real = small.batch(how)
-    model = small.model_of(name, "eager")
-    expected, before = model(**given).logits[real], set(model.state_dict())
-    dmt.convert(model, small.LENGTH, scores="input")
-    torch.testing.assert_close(model(**given).logits[real], expected, rtol=0, atol=2e-5)
-    layers = model.config.dynamic_mask["layers"]
-    assert len(layers) == len(added := set(model.state_dict()) - before) > 0
-    assert all(key.endswith(".score_proj.weight") for key in added)
+    small.check_unchanged(name, how, ".score_proj.weight", window=small.LENGTH, scores="input")
 
 
 @pytest.mark.parametrize("how", ["plain", "left"])
@@ -177,15 +159,8 @@ def test_saved_and_loaded_by_the_input(name, kind, tmp_path):
     small.model_of(name, "eager").save_pretrained(tmp_path / "dense")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=kind)
     dmt.convert(model, small.WINDOW, scores="input", recent=3)
-    small.randomize(model)
-    model.save_pretrained(tmp_path)
-    noted = json.loads((tmp_path / "config.json").read_text())["dynamic_mask"]
-    assert noted == {"layers": model.config.dynamic_mask["layers"], "window": small.WINDOW, "sinks": 0, "recent": 3,
-                     "scores": "input"}
-    loaded, about = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True, dtype=kind)
-    assert not any(about[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), about
-    given, real = small.batch("left")
-    assert torch.equal(loaded.eval()(**given).logits[real], model(**given).logits[real])
+    loaded = small.check_reloaded(small.randomize(model), tmp_path, {
+        "window": small.WINDOW, "sinks": 0, "recent": 3, "scores": "input"}, dtype=kind)
     kinds = {name.endswith("score_proj.weight"): p.dtype for name, p in loaded.named_parameters() if "_proj" in name}
     assert kinds == {True: torch.float32, False: kind}
 
@@ -194,20 +169,12 @@ def test_saved_and_loaded_by_the_input(name, kind, tmp_path):
 @pytest.mark.parametrize("auto", [True, False])
 def test_saved_and_loaded(name, auto, tmp_path):
     model = small.converted(name, sinks=1, recent=3)
+    loaded = small.check_reloaded(model, tmp_path, {"window": small.WINDOW, "sinks": 1, "recent": 3, "form": "exp"},
+                                  None if auto else type(model))
     given, real = small.batch("left")
-    expected = model(**given).logits[real]
-    model.save_pretrained(tmp_path)
-    noted = json.loads((tmp_path / "config.json").read_text())["dynamic_mask"]
-    assert noted == {"layers": model.config.dynamic_mask["layers"], "window": small.WINDOW, "sinks": 1, "recent": 3,
-                     "form": "exp"}
-    kind = transformers.AutoModelForCausalLM if auto else type(model)
-    loaded, about = kind.from_pretrained(tmp_path, output_loading_info=True)
-    assert not any(about[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), about
-    assert loaded.config._attn_implementation == "cupy_dma"
-    assert torch.equal(loaded.eval()(**given).logits[real], expected)
     again = transformers.AutoModelForCausalLM.from_config(loaded.config)
     again.load_state_dict(model.state_dict())
-    assert torch.equal(again.eval()(**given).logits[real], expected)
+    assert torch.equal(again.eval()(**given).logits[real], model(**given).logits[real])
 
 
 def test_a_doge_saved_and_loaded(tmp_path):

@@ -1,7 +1,6 @@
 """Models with gates: the same function at first, attention as written out, generation, saving and loading. And those of
 the policy they are compared with, sinks and a window."""
 import copy
-import json
 import pickle
 from dataclasses import replace
 from typing import Any
@@ -46,17 +45,8 @@ def close(found: Any, expected: Any) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("how", ["plain", "left", "right", "packed"])
 def test_open_gates_change_nothing(name, how):
-    given, real = small.batch(how)
-    model = small.model_of(name, "eager")
-    expected = model(**given).logits[real]
-    before = {key: x.clone() for key, x in model.state_dict().items()}
-    assert dmt.convert(model, policy="gate", delay=DELAY) is model
-    close(model(**given).logits[real], expected)
-    after = model.state_dict()
-    assert all(torch.equal(after[key], x) for key, x in before.items())
-    added = sorted(set(after) - set(before))
-    assert len(added) == 2 * len(model.config.dynamic_mask["layers"]) > 0
-    assert all(".retention_gate.proj." in key for key in added)
+    small.check_unchanged(name, how, ".retention_gate.proj.weight", ".retention_gate.proj.bias", policy="gate",
+                          delay=DELAY)
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -312,13 +302,10 @@ def test_saved_and_loaded(name, hidden, kind, tmp_path):
     dmt.convert(model, policy="gate", delay=DELAY, hidden=hidden)
     for gate in gates_of(model):
         torch.nn.init.normal_(gate.proj.weight if hidden is None else gate.proj[2].weight, std=0.1)
-    model.save_pretrained(tmp_path)
-    noted = json.loads((tmp_path / "config.json").read_text())["dynamic_mask"]
-    assert noted == {"layers": [0, 1], "policy": "gate", "delay": DELAY, "threshold": -12.0, "sinks": 4,
-                     "temperature": 0.1, "hidden": hidden}
-    loaded, about = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True, dtype=kind)
-    assert not any(about[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), about
-    assert loaded.dtype == kind and not loaded.training
+    loaded = small.check_reloaded(model.eval(), tmp_path, {
+        "policy": "gate", "delay": DELAY, "threshold": -12.0, "sinks": 4, "temperature": 0.1, "hidden": hidden},
+        dtype=kind)
+    assert loaded.dtype == kind
     assert all(p.dtype == torch.float32 for gate in gates_of(loaded) for p in gate.parameters())
     state = model.state_dict()
     assert all(torch.equal(x, state[key]) for key, x in loaded.state_dict().items())
