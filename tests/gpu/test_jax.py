@@ -17,8 +17,8 @@ import jax.numpy as jnp  # noqa: E402
 
 import cupy_dma.jax as dj  # noqa: E402
 from cupy_dma.jax import programs  # noqa: E402
-from tests.jax.draws import same  # noqa: E402
-from tests.oracle import cases, reference  # noqa: E402
+from tests.jax.draws import check_case, same  # noqa: E402
+from tests.oracle import reference  # noqa: E402
 from tests.oracle.cases import CASES  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -88,22 +88,7 @@ def uses_programs(function, *arguments):
 @pytest.mark.feature("cuda forward backward", "jax", "attention")
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CASES if case.name in CHOSEN])
 def test_grid(case):
-    (q, k, v), named = cases.arguments(case, np.asarray)
-    bias, mask = named.pop("bias"), named.pop("mask")
-    floats = [jnp.asarray(x) for x in (q, k, v)] + ([] if bias is None else [jnp.asarray(bias)])
-
-    @jax.jit
-    def both(floats, dout, dlse):
-        def forward(q, k, v, bias=None):
-            return dj.attention(q, k, v, mask=mask, bias=bias, **named, return_lse=True)
-
-        (out, lse), pull = jax.vjp(forward, *floats)
-        return out, lse, pull((dout, dlse))
-
-    out, lse, gradients = both(floats, *(jnp.asarray(cases._drawn(case)[name]) for name in ("dout", "dlse")))
-    cases.check(case, np.asarray(out), np.asarray(lse), tf32=case.dtype == "float32")
-    found = [np.asarray(x) for x in gradients] + ([None] if bias is None else [])
-    cases.check_backward(case, found, with_dlse=True, tf32=case.dtype == "float32")
+    check_case(case, tf32=case.dtype == "float32")
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32], ids=["float16", "bfloat16", "float32"])

@@ -11,8 +11,8 @@ jax = pytest.importorskip("jax", minversion="0.9")
 import jax.numpy as jnp  # noqa: E402
 
 import cupy_dma.jax as dj  # noqa: E402
-from tests.jax.draws import HKV, B, N, draw, recipe, same  # noqa: E402
-from tests.oracle import cases, delay_cases, reference  # noqa: E402
+from tests.jax.draws import HKV, B, N, check_case, draw, recipe, same  # noqa: E402
+from tests.oracle import delay_cases, reference  # noqa: E402
 from tests.oracle.cases import CASES  # noqa: E402
 
 # Those that differ in what jax has to do: types, masks, biases of every rank, lengths. Strides are XLA's own.
@@ -38,28 +38,8 @@ def test_the_quick_cases_exist():
 @pytest.mark.feature("numpy forward backward", "jax", "attention")
 @pytest.mark.parametrize("case", GRID)
 def test_grid(case):
-    """Forward and backward of one jitted function, through out and lse."""
     with jax.enable_x64(True) if case.dtype == "float64" else contextlib.nullcontext():
-        (q, k, v), named = cases.arguments(case, np.asarray)
-        bias, mask = named.pop("bias"), named.pop("mask")
-        dout, dlse = (cases._drawn(case)[name] for name in ("dout", "dlse"))
-        floats = [jnp.asarray(x) for x in (q, k, v)]
-        more = {name: jnp.asarray(x) for name, x in (("bias", bias), ("sink_logits", named.pop("sink_logits", None)))
-                if x is not None}
-
-        @jax.jit
-        def both(floats, more, dout, dlse):
-            def forward(q, k, v, more):
-                return dj.attention(q, k, v, mask=mask, **more, **named, return_lse=True)
-
-            (out, lse), pull = jax.vjp(forward, *floats, more)
-            return out, lse, pull((dout, dlse.astype(lse.dtype)))
-
-        out, lse, (*gradients, of_more) = both(floats, more, jnp.asarray(dout), jnp.asarray(dlse))
-        cases.check(case, np.asarray(out), np.asarray(lse))
-        found = [np.asarray(x) for x in gradients]
-        found += [np.asarray(of_more[name]) if name in more else None for name in ("bias", "sink_logits")]
-        cases.check_backward(case, found, with_dlse=True)
+        check_case(case)
 
 
 @pytest.mark.parametrize("dense", [False, True])

@@ -326,8 +326,8 @@ def test_what_the_grid_wants(ours, peer, stage, ok):
 
 
 def test_host(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(host, "CALLS", 1)
-    monkeypatch.setattr(host, "ROUNDS", 1)
+    for name, x in (("CALLS", 1), ("ROUNDS", 1), ("LENGTH", 64), ("WINDOW", 16)):
+        monkeypatch.setattr(host, name, x)
     rows = run("host", tmp_path)["rows"]
     names = [row["name"] for row in rows]
     assert names[:2] == ["SDPA, forward", "SDPA, step"] and len(names) == 14

@@ -38,8 +38,6 @@ def test_wheel_is_pure_and_complete(wheel):
 
 
 def test_installed_wheel_finds_its_kernels(wheel, tmp_path):
-    if importlib.util.find_spec("cupy_dma.backends.cuda.runtime.jit") is None or not SOURCES:
-        pytest.skip("there are no kernels in this tree yet")
     with zipfile.ZipFile(wheel) as content:  # a pure wheel is installed by unpacking it
         content.extractall(tmp_path / "site")
     found = python(WHERE, tmp_path, path=str(tmp_path / "site"))
@@ -47,14 +45,10 @@ def test_installed_wheel_finds_its_kernels(wheel, tmp_path):
 
 
 def test_tree_finds_its_kernels(tmp_path):
-    if importlib.util.find_spec("cupy_dma.backends.cuda.runtime.jit") is None or not SOURCES:
-        pytest.skip("there are no kernels in this tree yet")
     assert Path(python(WHERE, tmp_path, path=str(ROOT))) == ROOT / "kernels"
 
 
 def test_editable_install_finds_its_kernels(tmp_path):
-    if importlib.util.find_spec("cupy_dma.backends.cuda.runtime.jit") is None or not SOURCES:
-        pytest.skip("there are no kernels in this tree yet")
     try:
         importlib.metadata.version("cupy_dma")
     except importlib.metadata.PackageNotFoundError:
