@@ -4,7 +4,7 @@
     score[b, g, j] = exp(A[g] * softplus(dt[b, j, g]))       form="exp"
                    = A[g] * softplus(dt[b, j, g])            form="linear"
 
-One number per key and kv head, the same for every query.
+One number per key and kv head, the same for every query. A layer may compute them from its input instead.
 """
 from __future__ import annotations
 
@@ -14,7 +14,23 @@ from cupy_dma import checks
 from cupy_dma.arrays import Operand, describe
 
 FORMS = ("exp", "linear")
+SOURCES = ("value", "input")  # of a layer's scores
 Recipe = tuple[Operand, Operand, Operand, Operand | None, str]  # value, dt_proj, A, dt_bias, form
+
+
+def width_of(scores: str, width: int | None) -> int | None:
+    """The checked width of the input that a layer's scores are computed from; None: they are computed from values."""
+    checks.choice(scores, "scores", SOURCES)
+    if (width is None) != (scores == "value"):
+        raise ValueError(f"width must be given with scores='input' and only then, got width={width} and "
+                         f"scores={scores!r}")
+    return None if width is None else checks.whole(width, "width", 1)
+
+
+def check_option(width: int | None, name: str, value: Any) -> None:
+    """ValueError if a layer's option does not fit what its scores are computed from."""
+    if width is not None and (name == "form" and value != "linear" or name == "A_init" and value):
+        raise ValueError(f"{name} needs scores='value', got {name}={value!r} and scores='input'")
 
 
 def recipe_of(value: Any, dt_proj: Any, A: Any, dt_bias: Any, form: str) -> Recipe:

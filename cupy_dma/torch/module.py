@@ -9,13 +9,13 @@ from torch import Tensor
 from cupy_dma import checks, distributed
 from cupy_dma.arrays import Windows
 from cupy_dma.cache import DynamicCache
-from cupy_dma.calls.scores import FORMS
+from cupy_dma.calls.scores import FORMS, check_option, width_of
 from cupy_dma.torch.attention import attention
 from cupy_dma.torch.dynamic import dynamic_mask_attention
 from cupy_dma.torch.kept import kept_keys
 from cupy_dma.torch.options import Check, at_least, backend_name, one_of, optional
 from cupy_dma.torch.registration import cast
-from cupy_dma.torch.scored import ScoredLayer, width_of
+from cupy_dma.torch.scored import ScoredLayer
 from cupy_dma.torch.varlen import varlen_attention, varlen_dynamic_mask_attention
 
 
@@ -111,7 +111,7 @@ class DynamicMaskAttention(ScoredLayer):
         keys, causal, sinks, recent = (
             value if option == name else self.__dict__.get(option, default)
             for option, default in (("keys", "prefix"), ("causal", True), ("sinks", 0), ("recent", 0)))
-        self.check_scores(name, value)
+        check_option(self.width, name, value)
         if keys == "prefix" and not causal:
             raise ValueError("causal=False needs keys='global', got keys='prefix', which is causal by construction")
         if keys == "global" and (sinks or recent):

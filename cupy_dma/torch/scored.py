@@ -15,17 +15,6 @@ from cupy_dma import checks
 from cupy_dma.torch.options import Layer, check_inputs, check_rows, check_x
 from cupy_dma.torch.scores import input_scores, layer_scores, score_arguments
 
-SOURCES = ("value", "input")
-
-
-def width_of(scores: str, width: int | None) -> int | None:
-    """The checked width of the input that scores are computed from; None: they are computed from values."""
-    checks.choice(scores, "scores", SOURCES)
-    if (width is None) != (scores == "value"):
-        raise ValueError(f"width must be given with scores='input' and only then, got width={width} and "
-                         f"scores={scores!r}")
-    return None if width is None else checks.whole(width, "width", 1)
-
 
 class ScoredLayer(Layer):
     """A layer with ``A`` and ``dt_proj``, or with a ``width`` and ``score_proj``."""
@@ -46,11 +35,6 @@ class ScoredLayer(Layer):
         else:
             self.score_proj = nn.Linear(self.width, self.kv_heads, **made)
             self.reset_parameters()
-
-    def check_scores(self, name: str, value: Any) -> None:
-        """ValueError if an option does not fit what scores are computed from."""
-        if self.width is not None and (name == "form" and value != "linear" or name == "A_init" and value):
-            raise ValueError(f"{name} needs scores='value', got {name}={value!r} and scores='input'")
 
     def reset_parameters(self) -> None:
         """Initialise the parameters anew, as the constructor does."""

@@ -15,9 +15,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from cupy_dma import checks
-from cupy_dma.calls.scores import FORMS
+from cupy_dma.calls.scores import FORMS, SOURCES
 from cupy_dma.torch import RetentionGate
-from cupy_dma.torch.scored import SOURCES
 from cupy_dma.transformers.budgets import budgets, stored
 from cupy_dma.transformers.converted import convert_modules, plans
 from cupy_dma.transformers.layers import GATE, KEY, dynamic_layers

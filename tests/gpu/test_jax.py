@@ -281,6 +281,21 @@ def test_the_layer_trains():
     assert losses[-1] < losses[0]
 
 
+def test_scores_of_the_input_are_float32():
+    """XLA's default on GPUs, TF32, would be off by 1e-2."""
+    nnx = pytest.importorskip("flax.nnx")
+
+    layer = dj.DynamicMaskAttention(2, 64, 50, scores="input", width=512, rngs=nnx.Rngs(0))
+    rng = np.random.default_rng(0)
+    x, kernel = (rng.standard_normal(shape, np.float32) for shape in ((2, 300, 512), (512, 2)))
+    layer.score_proj.kernel[...] = jnp.asarray(kernel)
+    expected = (x.astype(float) @ kernel).swapaxes(1, 2)
+    np.testing.assert_allclose(jax.jit(layer.scores)(jnp.asarray(x)), expected, rtol=0, atol=2e-4)
+    q, k, v, _ = draw(n=300)
+    gradients = nnx.grad(lambda m: jnp.sum(m(q, k, v, x=jnp.asarray(x)).astype(jnp.float32) ** 2))(layer)
+    assert jnp.any(gradients["score_proj"]["kernel"][...])
+
+
 @pytest.mark.feature("cuda forward backward", "jax", "shard_map")
 def test_shard_map_over_all_gpus():
     from jax.sharding import PartitionSpec as P

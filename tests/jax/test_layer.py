@@ -86,6 +86,126 @@ def test_torch_has_the_same_layer(options):
                                atol=1e-6)
 
 
+# ---- scores of the layer's input ----
+WIDTH = 7
+
+
+def by_input(dtype=jnp.float32, **options):
+    """A layer with random scores of its input, and tokens."""
+    options = {"window": 5, "scores": "input", "width": WIDTH, "dtype": dtype, **options}
+    made = dj.DynamicMaskAttention(HKV, D, rngs=nnx.Rngs(0), **options)
+    rng = np.random.default_rng(3)
+    for parameter in jax.tree.leaves(nnx.state(made, nnx.Param), is_leaf=lambda x: isinstance(x, nnx.Param)):
+        parameter[...] = jnp.asarray(rng.standard_normal(parameter.shape), dtype)
+    return made, jnp.asarray(rng.standard_normal((2, N, WIDTH)), dtype)
+
+
+def torch_twin(made, dtype, **options):
+    torch = pytest.importorskip("torch")
+    from cupy_dma.torch import DynamicMaskAttention
+
+    twin = DynamicMaskAttention(HKV, D, **{"window": 5, "scores": "input", "width": WIDTH, **options}, dtype=dtype)
+    state = {"score_proj.weight": made.score_proj.kernel[...].T}
+    if made.score_proj.bias is not None:
+        state["score_proj.bias"] = made.score_proj.bias[...]
+    twin.load_state_dict({name: torch.tensor(np.array(x.astype(jnp.float32))) for name, x in state.items()})
+    return twin
+
+
+def near(x, expected):
+    """Equal up to the order of sums."""
+    assert x.dtype == expected.numpy().dtype
+    np.testing.assert_allclose(x, expected.numpy(), rtol=1e-4, atol=1e-5)
+
+
+BY_INPUT = [{}, {"dt_bias": True, "bias_delay": 4}, {"sinks": 1, "recent": 4}, {"window": (4, 9), "softcap": 3.0},
+            {"keys": "global", "causal": False}]
+
+
+@pytest.mark.feature("numpy forward backward", "jax", "DynamicMaskAttention")
+@pytest.mark.parametrize(("options", "given"), [
+    *((options, {}) for options in BY_INPUT),
+    *((options, given) for options in BY_INPUT if "sinks" not in options for given in (
+        {"padding": np.arange(N)[None] % 7 != 2}, {"documents": np.arange(N)[None] // 9}))],
+    ids=lambda given: ", ".join(given))
+def test_scores_of_the_input_are_those_of_torch(options, given):
+    torch = pytest.importorskip("torch")
+    (made, x), (q, k, v, _) = by_input(**options), draw()
+    if "padding" in given:
+        x = jnp.where(given["padding"][..., None], x, jnp.nan)
+    twin = torch_twin(made, torch.float32, **options)
+    tokens = torch.tensor(np.array(x), requires_grad=True)
+    arrays = [torch.tensor(np.array(y), requires_grad=True) for y in (q, k, v)]
+    out = twin(*arrays, x=tokens, **{name: torch.tensor(np.array(y)) for name, y in given.items()})
+    out.square().sum().backward()
+    for call in (lambda m, x: m(q, k, v, x=x, **given), nnx.jit(lambda m, x: m(q, k, v, x=x, **given))):
+        near(call(made, x), out.detach())
+    if not given:
+        near(made.scores(x), twin.scores(tokens).detach())
+
+    def loss(m, *arrays):
+        *heads, x = arrays
+        return jnp.sum(m(*heads, x=x, **given) ** 2)
+
+    found = nnx.grad(loss, argnums=(0, 1, 2, 3, 4))(made, q, k, v, x)
+    for ours, theirs in zip(found[1:], (*arrays, tokens)):
+        near(ours, theirs.grad)
+    assert found[0]["score_proj"]["kernel"][...].any()
+    near(found[0]["score_proj"]["kernel"][...].T, twin.score_proj.weight.grad)
+    if options.get("dt_bias"):
+        near(found[0]["score_proj"]["bias"][...], twin.score_proj.bias.grad)
+
+
+def test_sixteen_bit_inputs_have_float32_scores():
+    torch = pytest.importorskip("torch")
+    made, x = by_input(jnp.bfloat16, dt_bias=True)
+    twin = torch_twin(made, torch.bfloat16, dt_bias=True)
+    scores = made.scores(x)
+    near(scores, twin.scores(torch.tensor(np.array(x.astype(jnp.float32))).bfloat16()).detach())
+    assert not same(scores, scores.astype(jnp.bfloat16).astype(jnp.float32))
+    q, k, v, _ = draw(dtype=jnp.bfloat16)
+    assert same(made(q, k, v, x=x), dj.dynamic_mask_attention(q, k, v, scores, window=5))
+
+
+def test_the_input_s_scores_begin_as_a_window_and_learn_at_once():
+    made = dj.DynamicMaskAttention(HKV, D, 5, scores="input", width=WIDTH, dt_bias=True, rngs=nnx.Rngs(0))
+    (_, x), (q, k, v, _) = by_input(), draw()
+    assert made.form == "linear"
+    assert {name: value.shape for name, value in nnx.to_pure_dict(nnx.state(made))["score_proj"].items()} == {
+        "kernel": (WIDTH, HKV), "bias": (HKV,)} and list(nnx.to_pure_dict(nnx.state(made))) == ["score_proj"]
+    assert same(made(q, k, v, x=x), dj.attention(q, k, v, mask=dj.IntervalMask.sliding_window(N, 5)))
+    gradients = nnx.grad(lambda m: jnp.sum(m(q, k, v, x=x) ** 2))(made)
+    assert all(jnp.any(y) for y in jax.tree.leaves(gradients))
+
+
+def test_another_projection_of_the_input_is_called():
+    (made, x), (q, k, v, _) = by_input(), draw()
+    plain, real = made(q, k, v, x=x), jnp.arange(N)[None] > 2
+    padded = made(q, k, v, x=x, padding=real)
+    made.score_proj = nnx.Sequential(made.score_proj)
+    assert jnp.allclose(made(q, k, v, x=x), plain, atol=1e-5)
+    x = jnp.where(real[..., None], x, jnp.nan)
+    assert jnp.allclose(made(q, k, v, x=x, padding=real), padded, atol=1e-5)
+    made.score_proj = lambda x: 2 * x[..., :HKV]
+    assert same(made(q, k, v, x=x, padding=real), dj.dynamic_mask_attention(
+        q, k, v, 2 * jnp.nan_to_num(x[..., :HKV]).swapaxes(1, 2), window=5, padding=real))
+
+
+def test_inputs_that_do_not_fit():
+    (made, x), (q, k, v, _) = by_input(), draw()
+    for given, error, message in (
+            ({}, TypeError, "x must be a float array, the layer's input, with scores='input', got None"),
+            ({"x": jnp.ones(x.shape, int)}, TypeError, "x must be .*float32.* got int32"),
+            ({"x": x[:, 1:]}, ValueError, r"x must have shape \(2, 24, 7\), got \(2, 23, 7\): the layer was made"),
+            ({"x": x[..., 1:]}, ValueError, r"x must have shape \(2, 24, 7\), got \(2, 24, 6\)")):
+        with pytest.raises(error, match=message):
+            made(q, k, v, **given)
+    with pytest.raises(ValueError, match=r"x must have shape \(B, Lk, 7\), got \(2, 24, 2, 8\)"):
+        made.scores(v)
+    with pytest.raises(ValueError, match="x needs scores='input', got x for a layer with scores='value'"):
+        layer()(q, k, v, x=x)
+
+
 @pytest.mark.parametrize(("changes", "error", "message"), [
     ({"kv_heads": 0}, ValueError, "kv_heads must be at least 1, got 0"),
     ({"head_dim": 257}, ValueError, "head_dim must be 1 to 256, got 257"),
@@ -96,6 +216,12 @@ def test_torch_has_the_same_layer(options):
     ({"bias_delay": -1}, ValueError, "bias_delay must be at least 0, got -1"),
     ({"recent": 2, "keys": "global"}, ValueError, "sinks and recent need keys='prefix', got sinks=0, recent=2 and"),
     ({"dt_bias": 1}, TypeError, "dt_bias must be True or False, got int 1"),
+    ({"scores": "key"}, ValueError, "scores must be 'value' or 'input', got 'key'"),
+    ({"scores": "input"}, ValueError, "width must be given with scores='input' and only then, got width=None"),
+    ({"width": 3}, ValueError, "width must be given with scores='input' and only then, got width=3"),
+    ({"scores": "input", "width": 0}, ValueError, "width must be at least 1, got 0"),
+    ({"scores": "input", "width": 3, "form": "exp"}, ValueError, "form needs scores='value', got form='exp'"),
+    ({"scores": "input", "width": 3, "A_init": 1.0}, ValueError, "A_init needs scores='value', got A_init=1.0"),
     ({"rngs": 0}, TypeError, "rngs must be flax.nnx.Rngs, got int")], ids=str)
 def test_bad_options(changes, error, message):
     with pytest.raises(error, match=message):
