@@ -25,10 +25,14 @@ import pytest
 from tests import not_run, slow
 
 
+@pytest.fixture(scope="session")
+def torch():
+    return pytest.importorskip("torch")
+
+
 @pytest.fixture
-def one_thread():
+def one_thread(torch):
     """For tests on tensors too small for several threads of torch."""
-    torch = pytest.importorskip("torch")
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -76,8 +76,7 @@ def test_additive_masks_raise(mask, convert, qkv):
             call()
 
 
-def test_a_float_mask_cannot_be_read_under_compile(qkv):
-    torch = pytest.importorskip("torch")
+def test_a_float_mask_cannot_be_read_under_compile(qkv, torch):
     q, k, v = map(torch.from_numpy, qkv)
     run = torch.compile(lambda m: flash_dmattn_func(q, k, v, m), backend="eager")
     mask = torch.rand(B, 1, LQ, LK) < 0.6
@@ -161,8 +160,7 @@ def test_last_axis_may_have_any_stride(convert, qkv, rng):
     check(convert.back(out), qkv, mask.swapaxes(2, 3), bias.swapaxes(2, 3))
 
 
-def test_an_expanded_bias_stays_a_key_bias(monkeypatch, qkv, rng):
-    torch = pytest.importorskip("torch")
+def test_an_expanded_bias_stays_a_key_bias(monkeypatch, qkv, rng, torch):
     seen, real = [], dma.attention
     monkeypatch.setattr("cupy_dma.flash_dmattn.flash_dmattn_interface.attention",
                         lambda *x, **y: seen.append((y["mask"].shape, y["bias"].shape)) or real(*x, **y))
@@ -179,8 +177,7 @@ def test_an_expanded_bias_stays_a_key_bias(monkeypatch, qkv, rng):
     assert torch.equal(found, expected)
 
 
-def test_an_expanded_leaf_has_a_gradient_for_every_entry(qkv):
-    torch = pytest.importorskip("torch")
+def test_an_expanded_leaf_has_a_gradient_for_every_entry(qkv, torch):
     q, k, v = (torch.from_numpy(x.astype(np.float64)) for x in qkv)
     leaf = torch.zeros(B, HKV, 1, LK, dtype=torch.float64).expand(-1, -1, LQ, -1).requires_grad_()
     whole = leaf.detach().contiguous().requires_grad_()
@@ -190,8 +187,7 @@ def test_an_expanded_leaf_has_a_gradient_for_every_entry(qkv):
 
 
 @pytest.mark.feature("numpy backward", "cupy_dma.flash_dmattn", "flash_dmattn_func")
-def test_gradients_are_those_of_attention(qkv, rng):
-    torch = pytest.importorskip("torch")
+def test_gradients_are_those_of_attention(qkv, rng, torch):
     mask = torch.from_numpy(rng.random((B, HKV, LQ, LK)) < 0.6)
     leaves = [torch.from_numpy(x.astype(np.float64)).requires_grad_() for x in qkv]
     bias = torch.randn(B, HKV, LQ, LK, dtype=torch.float64, requires_grad=True)
@@ -268,8 +264,7 @@ def test_packed(convert, rng):
 
 
 @pytest.mark.feature("numpy backward", "cupy_dma.flash_dmattn", "flash_dmattn_qkvpacked_func")
-def test_packed_gradients_go_to_the_packed_array():
-    torch = pytest.importorskip("torch")
+def test_packed_gradients_go_to_the_packed_array(torch):
     qkv = torch.randn(B, LK, 3, H, D, dtype=torch.float64, requires_grad=True)
     out = flash_dmattn.flash_dmattn_qkvpacked_func(qkv, is_causal=True)
     dout = torch.randn_like(out)
@@ -278,8 +273,7 @@ def test_packed_gradients_go_to_the_packed_array():
     np.testing.assert_allclose(found.numpy(), np.stack(expected[:3], 2), rtol=1e-10, atol=1e-12)
 
 
-def test_torch_compile(qkv):
-    torch = pytest.importorskip("torch")
+def test_torch_compile(qkv, torch):
     q, k, v = (torch.from_numpy(x) for x in qkv)
     mask = torch.rand(B, 1, LQ, LK) < 0.6
 

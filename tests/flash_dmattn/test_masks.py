@@ -121,8 +121,7 @@ def test_topk_indices(window, convert, rng):
         assert found[row].tolist() == best(bias[row], np.ones(LK, bool), window)
 
 
-def test_without_ties_it_equals_torch_topk(rng):
-    torch = pytest.importorskip("torch")
+def test_without_ties_it_equals_torch_topk(rng, torch):
     bias = torch.from_numpy(rng.permutation(B * LQ * LK).reshape(B, 1, LQ, LK).astype(np.float32))
     expected = torch.zeros(bias.shape, dtype=torch.bool).scatter(-1, bias.topk(4).indices, True)
     assert torch.equal(masks.topk_mask(bias.requires_grad_(), None, 4, LOWEST), expected)
@@ -193,8 +192,7 @@ def test_upad_input(query_length, convert, rng):
     assert (convert.back(indices) == np.flatnonzero(seen)).all()
 
 
-def test_gradients_through_padding():
-    torch = pytest.importorskip("torch")
+def test_gradients_through_padding(torch):
     hidden, mask = torch.randn(2, 5, 3, requires_grad=True), torch.tensor([[1, 1, 0, 0, 0], [1, 1, 1, 1, 0]])
     packed, indices, *_ = padding.unpad_input(hidden, mask)
     (3 * padding.pad_input(packed, indices, 2, 5)).sum().backward()
@@ -290,8 +288,7 @@ class _Same:
 
 
 @pytest.mark.feature("numpy backward", "cupy_dma.flash_dmattn", "apply_dynamic_mask_attention")
-def test_apply_dynamic_mask_attention_has_gradients(data):
-    torch = pytest.importorskip("torch")
+def test_apply_dynamic_mask_attention_has_gradients(data, torch):
     leaves = [torch.from_numpy(np.asarray(x, np.float64)).requires_grad_() for x in (
         *(np.ascontiguousarray(data[name].swapaxes(1, 2)) for name in ("query", "key", "value")), data["dt_proj"],
         data["A"])]

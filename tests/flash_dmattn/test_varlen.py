@@ -182,8 +182,7 @@ def test_rows_after_the_last_sequence_and_unused_keys(convert, rows, rng):
 @pytest.mark.feature("numpy backward", "cupy_dma.flash_dmattn", "flash_dmattn_varlen_func, mask",
                      "flash_dmattn_varlen_func, per")
 @pytest.mark.parametrize("shape", [None, PER_KEY[1], PER_QUERY[1], PADDED[0]], ids=str)
-def test_gradients(shape, rows, rng):
-    torch = pytest.importorskip("torch")
+def test_gradients(shape, rows, rng, torch):
     leaves = [torch.from_numpy(x.astype(np.float64)).requires_grad_() for x in rows]
     mask, bias = None, None
     if shape is not None:

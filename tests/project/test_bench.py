@@ -45,8 +45,7 @@ def test_without_torch_and_matplotlib(folder, capsys, monkeypatch):
     assert "not drawn: matplotlib is missing" in said and not (folder / "bench.png").exists()
 
 
-def test_a_peer_that_cannot_run_leaves_a_gap(capsys, monkeypatch):
-    torch = pytest.importorskip("torch")
+def test_a_peer_that_cannot_run_leaves_a_gap(capsys, monkeypatch, torch):
 
     def full(*arguments, **options):
         raise RuntimeError("CUDA out of memory.\nmore")

@@ -64,8 +64,7 @@ SHORT = ["--device", "cpu", "--layers", "1", "--width", "32", "--batch", "2", "-
 
 
 @pytest.fixture
-def train(monkeypatch):
-    torch = pytest.importorskip("torch")
+def train(monkeypatch, torch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     from examples import train as module
 
@@ -252,8 +251,7 @@ def test_bad_numbers(generate, capsys, name):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_generation_on_a_gpu(generate, capsys, dtype):
-    torch = pytest.importorskip("torch")
+def test_generation_on_a_gpu(generate, capsys, dtype, torch):
     if not torch.cuda.is_available():
         pytest.skip("torch sees no GPU")
     for _ in range(3):  # other tests may come in between while the last tokens are written, but hardly each time
@@ -335,9 +333,8 @@ def test_key_biases_are_the_dense_formulas(name, rng):
     np.testing.assert_allclose(out, expected, rtol=0, atol=1e-5)
 
 
-def test_gates_learn_through_their_key_bias(rng):
+def test_gates_learn_through_their_key_bias(rng, torch):
     """The gradient of log f is that of the dense formula."""
-    torch = pytest.importorskip("torch")
     from examples import key_biases
 
     n = 24

@@ -62,8 +62,7 @@ def test_scores_of_any_strides(keys, convert, data):
     assert equal(convert, dma.attention(*qkv, bias=strided), dma.attention(*qkv, bias=scores))
 
 
-def test_gradients_of_scores_of_any_strides(data):
-    torch = pytest.importorskip("torch")
+def test_gradients_of_scores_of_any_strides(data, torch):
     leaves = [torch.from_numpy(x).requires_grad_() for x in data[:3]]
     s = torch.from_numpy(np.ascontiguousarray(data[3].swapaxes(1, 2))).requires_grad_()
     for run in (lambda s: dma.dynamic_mask_attention(*leaves, s, window=3),
@@ -181,8 +180,7 @@ def test_scale_and_softcap_within_float32_are_used_and_beyond_raise(data):
 
 
 @pytest.mark.parametrize("option", [{"softcap": 1e39}, {"scale": 1e39}, {"softcap": 1e-46}])
-def test_beyond_float32_in_torch(option, data):
-    torch = pytest.importorskip("torch")
+def test_beyond_float32_in_torch(option, data, torch):
     q, k, v = (torch.from_numpy(x).requires_grad_() for x in data[:3])
     for run in (dma.attention, torch.compile(dma.attention, backend="eager")):
         with pytest.raises(ValueError, match=f"{next(iter(option))} must be .*computed in float32"):

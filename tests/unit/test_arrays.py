@@ -12,11 +12,6 @@ from cupy_dma.arrays import CPU, Device, describe, library_named, numpy_dtype
 from tests.oracle import cases
 
 
-@pytest.fixture
-def torch():
-    return pytest.importorskip("torch")
-
-
 class Producer:
     """An array of a ``library`` that supports DLPack and nothing else."""
 

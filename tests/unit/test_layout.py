@@ -40,8 +40,7 @@ def test_the_same_bits_without_copies(convert, data):
 
 
 @pytest.mark.parametrize("compiler", [None, "aot_eager"])
-def test_torch_gradients(compiler, data):
-    torch = pytest.importorskip("torch")
+def test_torch_gradients(compiler, data, torch):
     from cupy_dma import torch as dma_torch
 
     leaves = [torch.from_numpy(x).double().requires_grad_() for x in data]
@@ -59,8 +58,7 @@ def test_torch_gradients(compiler, data):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
-def test_against_sdpa(data):
-    torch = pytest.importorskip("torch")
+def test_against_sdpa(data, torch):
     q, k, v = (torch.from_numpy(bhnd(x)) for x in data[:3])
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     torch.testing.assert_close(dma.attention(q, k, v, causal=True, layout="bhnd"), expected)

@@ -82,8 +82,7 @@ def test_bars_of_a_long_mask_and_of_odd_scores(drawn):
     assert M.causal(1).plot_lifetimes(np.zeros(1)).collections[0].get_segments()[0].tolist() == [[0, 0], [1, 0]]
 
 
-def test_pictures_of_tensors_with_gradients(drawn):
-    torch = pytest.importorskip("torch")
+def test_pictures_of_tensors_with_gradients(drawn, torch):
     scores = torch.randn(1, 1, 40, dtype=torch.bfloat16, requires_grad=True)
     mask = M.top_w(scores, 5)
     query, key = torch.randn(1, 40, 2, 8, requires_grad=True), torch.randn(1, 40, 1, 8, requires_grad=True)

@@ -41,8 +41,7 @@ def test_documents_select_among_themselves():
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_attention_is_what_torch_computes(rng, causal):
-    torch = pytest.importorskip("torch")
+def test_attention_is_what_torch_computes(rng, causal, torch):
     q, k, v = (rng.standard_normal(shape) for shape in ((2, 7, 4, 5), (2, 7, 2, 5), (2, 7, 2, 5)))
     out, lse = reference.attention(q, k, v, causal=causal)
     tq, tk, tv = (torch.from_numpy(x).transpose(1, 2) for x in (q, k, v))

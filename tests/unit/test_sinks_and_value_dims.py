@@ -169,8 +169,7 @@ def functions():
 
 
 @pytest.mark.parametrize("function", functions(), ids=lambda f: f.__name__)
-def test_torch_gradients(data, function):
-    torch = pytest.importorskip("torch")
+def test_torch_gradients(data, function, torch):
     inputs = [torch.from_numpy(data[name]).requires_grad_() for name in INPUTS]
     assert torch.autograd.gradcheck(function, inputs, fast_mode=True)
     for name, found in zip(("out", "lse"), function(*inputs)):
@@ -178,8 +177,7 @@ def test_torch_gradients(data, function):
         assert torch.equal(found, expected)
 
 
-def test_torch_compile_in_one_graph(data):
-    torch = pytest.importorskip("torch")
+def test_torch_compile_in_one_graph(data, torch):
     inputs = [torch.from_numpy(data[name]).requires_grad_() for name in INPUTS]
     for function in functions()[1:4:2]:
         compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
@@ -189,8 +187,7 @@ def test_torch_compile_in_one_graph(data):
         torch.testing.assert_close(torch.autograd.grad(loss, inputs), torch.autograd.grad(same, inputs))
 
 
-def test_torch_rows_that_see_nothing_have_finite_gradients(data):
-    torch = pytest.importorskip("torch")
+def test_torch_rows_that_see_nothing_have_finite_gradients(data, torch):
     inputs = [torch.from_numpy(data[name]).requires_grad_() for name in ("query", "key", "value", "sink_logits")]
     sinks = torch.where(torch.arange(H) == 1, -torch.inf, inputs[3])
     mask = torch.arange(N)[:, None] > torch.arange(N)

@@ -39,11 +39,6 @@ def gpu(monkeypatch):
 
 
 @pytest.fixture
-def torch():
-    return pytest.importorskip("torch")
-
-
-@pytest.fixture
 def device():
     return "cpu"
 

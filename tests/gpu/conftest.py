@@ -1,6 +1,0 @@
-import pytest
-
-
-@pytest.fixture(scope="session")
-def torch():
-    return pytest.importorskip("torch")
