@@ -40,6 +40,13 @@ def one_thread(torch):
 
 
 @pytest.fixture
+def same_numbers(one_thread, torch):
+    """For tests that draw from torch's generator; nothing is compiled yet."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+
+
+@pytest.fixture
 def own_path(monkeypatch):
     """For tests of scripts that add the tree to ``sys.path``."""
     monkeypatch.setattr(sys, "path", [*sys.path])

@@ -10,10 +10,10 @@ torch = pytest.importorskip("torch")
 
 from cupy_dma.torch import DynamicMaskAttention, DynamicMaskSelfAttention  # noqa: E402
 from tests.oracle import layer_cases, reference  # noqa: E402
-from tests.oracle.torch_inputs import same, same_numbers  # noqa: E402, F401
+from tests.oracle.torch_inputs import same  # noqa: E402
 from tests.torch import recall  # noqa: E402
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("uncollected")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("uncollected", "same_numbers")]
 
 
 def draw(n=300, heads=4, kv_heads=2, size=64, dtype=torch.bfloat16):

@@ -1,19 +1,8 @@
-"""What the torch tests share: small inputs, and a fixture that every test of a module gets which imports it."""
-import pytest
+"""What the torch tests share: small inputs."""
 import torch
 
 N, B, H, HKV, D = 18, 2, 4, 2, 6
 float64 = torch.float64
-
-
-@pytest.fixture(autouse=True)
-def same_numbers():
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the tensors are tiny, and waiting threads only take time from each other
-    yield
-    torch.set_num_threads(threads)
 
 
 def draw(dtype=float64, requires_grad=True, n=N):

@@ -1,7 +1,6 @@
 """The examples run, and notice what they are there to notice."""
 import math
 import re
-import sys
 from collections import Counter
 from importlib import import_module
 from pathlib import Path
@@ -17,10 +16,8 @@ SMALL = ["--device", "cpu", "--layers", "2", "--width", "64", "--window", "16", 
 
 
 @pytest.fixture
-def generate(tmp_path, monkeypatch):
+def generate(tmp_path, own_path, torch):
     """The example, with its plot in a folder of its own."""
-    pytest.importorskip("torch")
-    monkeypatch.setattr(sys, "path", [*sys.path])  # a script may add the tree
     from examples import generate as module
 
     plot = tmp_path / "plot.png"
@@ -64,14 +61,10 @@ SHORT = ["--device", "cpu", "--layers", "1", "--width", "32", "--batch", "2", "-
 
 
 @pytest.fixture
-def train(monkeypatch, torch):
-    monkeypatch.setattr(sys, "path", [*sys.path])
+def train(own_path, one_thread):
     from examples import train as module
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the tensors are tiny
-    yield module
-    torch.set_num_threads(threads)
+    return module
 
 
 def test_training(train, tmp_path, capsys):

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from cupy_dma.torch import DynamicMaskAttention, DynamicMaskSelfAttention  # noqa: E402
 from tests.oracle.layer_cases import check, problem  # noqa: E402
-from tests.oracle.torch_inputs import HKV, B, D, N, draw, float64, gradients, recipe, same_numbers  # noqa: E402, F401
+from tests.oracle.torch_inputs import HKV, B, D, N, draw, float64, gradients, recipe  # noqa: E402
 
 BOUNDS = [0, 7, 7, N]
 

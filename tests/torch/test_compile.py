@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 from cupy_dma.backends import numpy as numpy_backend  # noqa: E402
 from cupy_dma.torch import DynamicMaskAttention  # noqa: E402
-from tests.oracle.torch_inputs import HKV, D, N, draw, float64, gradients, recipe, same, same_numbers  # noqa: E402, F401
+from tests.oracle.torch_inputs import HKV, D, N, draw, float64, gradients, recipe, same  # noqa: E402
 from tests.torch import recall  # noqa: E402
 
 needs_a_compiler = pytest.mark.skipif(not any(map(shutil.which, ("g++", "c++", "clang++"))),

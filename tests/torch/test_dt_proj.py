@@ -12,7 +12,7 @@ from torch import nn  # noqa: E402
 
 from cupy_dma.torch import DynamicMaskAttention, DynamicMaskSelfAttention  # noqa: E402
 from cupy_dma.torch.scores import is_linear, layer_scores  # noqa: E402
-from tests.oracle.torch_inputs import HKV, B, D, N, draw, float64, gradients, same, same_numbers  # noqa: E402, F401
+from tests.oracle.torch_inputs import HKV, B, D, N, draw, float64, gradients, same  # noqa: E402
 
 OPTIONS = {"plain": {}, "linear": {"form": "linear", "softcap": 2.0}, "sinks": {"sinks": 1, "recent": 2},
            "dt_bias": {"dt_bias": True}, "global": {"keys": "global"}}

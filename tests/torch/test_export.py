@@ -7,7 +7,7 @@ torch = pytest.importorskip("torch")
 
 from cupy_dma import IntervalMask  # noqa: E402
 from cupy_dma.torch import DynamicMaskAttention, DynamicMaskSelfAttention  # noqa: E402
-from tests.oracle.torch_inputs import HKV, B, D, H, same_numbers  # noqa: E402, F401
+from tests.oracle.torch_inputs import HKV, B, D, H  # noqa: E402
 
 W, N, WIDTH = 5, 20, 24
 LENGTHS = N, 3, W, W + 1, 33

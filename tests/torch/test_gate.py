@@ -11,7 +11,7 @@ from torch.nn import functional  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from cupy_dma.torch import RetentionGate, attention  # noqa: E402
-from tests.oracle.torch_inputs import HKV, B, D, H, N, draw, float64, same_numbers  # noqa: E402, F401
+from tests.oracle.torch_inputs import HKV, B, D, H, N, draw, float64  # noqa: E402
 
 WIDTH, DELAY, SINKS = 12, 4, 2
 

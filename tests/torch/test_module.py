@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 from cupy_dma.torch import DynamicMaskAttention  # noqa: E402
 from tests.oracle import layer_cases  # noqa: E402
 from tests.oracle.layer_cases import check, problem  # noqa: E402
-from tests.oracle.torch_inputs import HKV, B, D, H, N, draw, float64, gradients, same, same_numbers  # noqa: E402, F401
+from tests.oracle.torch_inputs import HKV, B, D, H, N, draw, float64, gradients, same  # noqa: E402
 
 OPTIONS = {"plain": {}, "linear": {"form": "linear"}, "dt_bias": {"dt_bias": True}, "scale": {"scale": 0.7},
            "softcap": {"softcap": 1.5}, "sinks": {"sinks": 2}, "recent": {"recent": 3},

@@ -14,7 +14,7 @@ from torch.nn import functional  # noqa: E402
 
 from cupy_dma.torch import DynamicMaskSelfAttention  # noqa: E402
 from tests.oracle import reference  # noqa: E402
-from tests.oracle.torch_inputs import float64, gradients, same, same_numbers  # noqa: E402, F401
+from tests.oracle.torch_inputs import float64, gradients, same  # noqa: E402
 from tests.project.pages import run_page  # noqa: E402
 
 WIDTH, HEADS, KV_HEADS, W, B, N = 24, 4, 2, 5, 2, 18

@@ -14,7 +14,7 @@ from cupy_dma import checks  # noqa: E402
 from cupy_dma import torch as dma_torch  # noqa: E402
 from cupy_dma.backends import numpy as numpy_backend  # noqa: E402
 from cupy_dma.torch import DynamicMaskAttention  # noqa: E402
-from tests.oracle.torch_inputs import HKV, B, D, H, N, draw, float64, gradients, recipe, same, same_numbers  # noqa: E402, F401
+from tests.oracle.torch_inputs import HKV, B, D, H, N, draw, float64, gradients, recipe, same  # noqa: E402
 from tests.torch import recall  # noqa: E402
 
 # ---- autograd ----

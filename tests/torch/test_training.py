@@ -20,7 +20,7 @@ from torch.utils.checkpoint import (  # noqa: E402
 from cupy_dma.backends import numpy as numpy_backend  # noqa: E402
 from cupy_dma.torch import DynamicMaskAttention, DynamicMaskSelfAttention  # noqa: E402
 from cupy_dma.torch.capture import uncollected  # noqa: E402
-from tests.oracle.torch_inputs import same, same_numbers  # noqa: E402, F401
+from tests.oracle.torch_inputs import same  # noqa: E402
 from tests.project.pages import run_page  # noqa: E402
 
 WIDTH, N = 24, 18

@@ -6,7 +6,7 @@ import cupy_dma as dma
 torch = pytest.importorskip("torch")
 
 from cupy_dma.torch import DynamicMaskAttention, DynamicMaskSelfAttention  # noqa: E402
-from tests.oracle.torch_inputs import HKV, B, D, H, N, draw, gradients, recipe, same, same_numbers  # noqa: E402, F401
+from tests.oracle.torch_inputs import HKV, B, D, H, N, draw, gradients, same  # noqa: E402
 from tests.unit.test_windows import WRONG, own  # noqa: E402
 
 WINDOWS = (3, 7)

@@ -5,7 +5,8 @@ import pytest
 torch = pytest.importorskip("torch")
 from cupy_dma.torch import DynamicMaskAttention  # noqa: E402
 from tests.oracle import layer_cases  # noqa: E402
-from tests.oracle.torch_inputs import same_numbers  # noqa: E402, F401
+
+pytestmark = pytest.mark.usefixtures("same_numbers")
 
 
 @pytest.mark.feature("cuda forward backward", "torch", "DynamicMaskAttention:")
