@@ -50,21 +50,21 @@ def extend_call(state: CacheState, query: Any, key: Any, value: Any, scores: Any
     length = k.shape[len(lead)] if len(k.shape) == len(lead) + 3 else -1
     for operand, meaning, sizes in ((k, "Hkv, D)", (state.kv_heads, state.head_dim)),
                                     (v, "Hkv, Dv)", (state.kv_heads, state.value_dim))):
-        _require(operand, state.key.dtype, axes + meaning, (*lead, (length,), *((size,) for size in sizes)), state)
+        _require(operand, state.dtype, axes + meaning, (*lead, (length,), *((size,) for size in sizes)), state)
     if q is not None:
         heads = q.shape[-2] if len(q.shape) == len(lead) + 3 else state.kv_heads
         if heads < 1 or heads % state.kv_heads:
             raise ValueError(f"query must have a multiple of the cache's heads (H % Hkv == 0), got {heads} query heads "
                              f"and {state.kv_heads} kv heads")
-        _require(q, state.key.dtype, axes + "H, D)", (*lead, (length,), (heads,), (state.head_dim,)), state)
+        _require(q, state.dtype, axes + "H, D)", (*lead, (length,), (heads,), (state.head_dim,)), state)
     _require(s, None, "(Hkv, total)" if packed else f"({letter}, Hkv, L)", (*lead, (state.kv_heads,), (length,)), state)
     operands = [operand for operand in (q, k, v, s) if operand is not None]
     checks.require_same_device((state.key, *operands))
     for operand in operands:
         _require_no_grad(operand)
     scale = state.head_dim ** -0.5 if scale is None else checks.factor(
-        scale, "scale", state.key.dtype)
-    softcap, return_lse = checks.softcap_of(softcap, state.key.dtype), checks.flag(return_lse, "return_lse")
+        scale, "scale", state.dtype)
+    softcap, return_lse = checks.softcap_of(softcap, state.dtype), checks.flag(return_lse, "return_lse")
     real = None if lengths is None else counts(state, lengths, "lengths", (batch,), f"({letter},)", length)
     bounds = None
     if packed:
@@ -156,7 +156,7 @@ def _take_out(state: CacheState, call: ExtendCall, out: Any) -> None:
         raise TypeError(f"out must be {'a pair (out, lse)' if call.return_lse else 'one array'} with "
                         f"return_lse={call.return_lse}, got {type(out).__name__}")
     batch, length, heads, _ = call.query.shape
-    wanted = ((batch, length, heads, state.value_dim), state.key.dtype), ((batch, heads, length), state.scores.dtype)
+    wanted = ((batch, length, heads, state.value_dim), state.dtype), ((batch, heads, length), state.scores.dtype)
     names = ("out", "out[1] (lse)") if pair else ("out",)
     made = []
     for array, name, (shape, dtype) in zip(out if pair else (out,), names, wanted):

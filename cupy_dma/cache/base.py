@@ -15,6 +15,7 @@ from cupy_dma.cache.record import Record
 from cupy_dma.cache.segments import segments_of
 from cupy_dma.cache.snapshot import empty_state
 from cupy_dma.cache.state import CacheState
+from cupy_dma.cache.storage import checked
 from cupy_dma.masks.windows import Window, widest, window_of
 
 
@@ -29,7 +30,7 @@ class CacheBase:
 
     def _allocate(self, batch: Any, kv_heads: Any, window: Any, head_dim: Any, value_dim: Any, dtype: Any, like: Any,
                   sinks: Any, recent: Any, record_stops: Any, backend: str | None, threshold: float = -inf,
-                  grows: bool = False) -> None:
+                  grows: bool = False, storage: Any = None) -> None:
         """Check the constructor's arguments, and make a cache without tokens. One that grows has segments."""
         batch, kv_heads = checks.whole(batch, "batch", 0), checks.whole(kv_heads, "kv_heads", 1)
         window = window_of(window, kv_heads)
@@ -45,6 +46,7 @@ class CacheBase:
         if dtype is None and like is not None:
             checks.one_of_types(seen)
         kind = type_name(dtype or ("bfloat16" if like is None else seen.dtype))
+        storage = checked(storage, kind)
         self._module, library, device = backends.choose(backend, (seen,)), seen.library, seen.device
         self._backend = backend
         if kind == "float64" and device.kind == "cuda" and backend != "numpy":
@@ -55,7 +57,7 @@ class CacheBase:
         with library.on(device):
             numbers, pairs = (window, sinks, recent, threshold), batch * kv_heads
             segments = segments_of(library, device, (rows,) * pairs, batch, kv_heads) if grows else None
-            self._state = empty_state(library, device, kind, batch, kv_heads, numbers, *sizes, segments)
+            self._state = empty_state(library, device, kind, batch, kv_heads, numbers, *sizes, segments, storage)
 
     # ---- sizes ------------------------------------------------------------------------------------------------------
 
@@ -89,11 +91,17 @@ class CacheBase:
         """Last tokens that are kept as well."""
         return self._state.recent
 
+    @property
+    def storage(self) -> str | None:
+        """How rows are stored: "int8", "fp8" or None, as they are given."""
+        return self._state.storage
+
     def __repr__(self) -> str:
         s = self._state
+        storage = "" if s.storage is None else f"storage={s.storage!r}, "
         return (f"{type(self).__name__}(batch={s.batch}, kv_heads={s.kv_heads}, window={s.window}, "
-                f"head_dim={s.head_dim}, value_dim={s.value_dim}, dtype={s.key.dtype!r}, sinks={s.sinks}, "
-                f"recent={s.recent}, library={s.library.name!r}, device={str(s.device)!r})")
+                f"head_dim={s.head_dim}, value_dim={s.value_dim}, dtype={s.dtype!r}, sinks={s.sinks}, "
+                f"recent={s.recent}, {storage}library={s.library.name!r}, device={str(s.device)!r})")
 
     # ---- internals --------------------------------------------------------------------------------------------------
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cupy_dma.arrays import Operand
-from cupy_dma.cache.segments import EMPTY, PER_ROW
+from cupy_dma.cache.segments import EMPTY
 from cupy_dma.cache.slots import flagged_first, index
-from cupy_dma.cache.snapshot import ARRAYS, OCCUPIED, bits
+from cupy_dma.cache.snapshot import OCCUPIED, bits
 from cupy_dma.cache.state import CacheState, ExtendCall, Segments
 from cupy_dma.calls.head_dims import unmoved
 
@@ -63,10 +63,10 @@ class Chosen:
             place = self.start[..., None] + self._existing(state, slots)
             made["segments"] = Segments((), *(library.operand(x, name) for x, name in (
                 (self.count, "count"), (self.start, "start"))))
-        for name in ARRAYS:
+        for name in state.arrays:
             operand = getattr(state, name)
             array = bits(operand)
-            if name not in PER_ROW:
+            if name not in state.per_row:
                 array = array[self.rows]
             elif exists is None:
                 array = array[:, :, :slots][self.rows]
@@ -75,16 +75,16 @@ class Chosen:
             made[name] = library.operand(unmoved(library, array, operand.dtype), name)
         return replace(state, **made, workspace={})
 
-    def put(self, copy: CacheState, before: CacheState, state: CacheState, names: Iterable[str] = ARRAYS) -> None:
+    def put(self, copy: CacheState, before: CacheState, state: CacheState, names: Iterable[str] | None = None) -> None:
         """Write back what a call has left in ``copy``; ``before``: what was copied, of the first slots or all."""
         xp, writes, slots = state.library.xp, [], copy.positions.shape[2]
-        for name in names:
+        for name in state.arrays if names is None else names:
             array, target, place = bits(getattr(copy, name)), bits(getattr(state, name)), self.rows
             if name in DERIVED:  # those of a sequence without tokens stay what they are
                 array = xp.where(self.idle[:, None], getattr(before, name).array, array)
-            elif name in PER_ROW and state.segments is None:
+            elif name in state.per_row and state.segments is None:
                 target = target[:, :, :slots]
-            elif name in PER_ROW:
+            elif name in state.per_row:
                 slot = self._existing(state, slots)
                 batch, head = index(state, slot.shape[0])[:, None, None], index(state, slot.shape[1])[:, None]
                 array, place = array[batch, head, slot], self.start[..., None] + slot

@@ -29,8 +29,9 @@ from cupy_dma.cache.distances import places, spread_rows
 from cupy_dma.cache.record import PrefixStop, top_stops
 from cupy_dma.cache.segments import rectangular
 from cupy_dma.cache.slots import flagged_first, index, needed, refreshed, rows
-from cupy_dma.cache.snapshot import SAVED, copied, copy_rows
+from cupy_dma.cache.snapshot import copied, copy_rows
 from cupy_dma.cache.state import CacheState, ExtendCall
+from cupy_dma.cache.storage import read, rounded
 from cupy_dma.calls.head_dims import movable, widened
 from cupy_dma.calls.sequences import Sequences, sequences_of
 from cupy_dma.calls.types import AttentionCall, key_bias
@@ -46,7 +47,7 @@ def extend_chunk(prefix_stop: PrefixStop, attention: Attention, state: CacheStat
     with state.library.on(state.device):
         if call.length == 0 or call.batch == 0:
             return no_tokens(state, call)
-        target, chosen = state, None
+        target, chosen, call = state, None, rounded(state, call)
         if call.slots is None:
             state = rectangular(state)
         else:
@@ -79,7 +80,7 @@ def no_tokens(state: CacheState, call: ExtendCall) -> tuple[Any, Any]:
     if call.query is None:
         return None, None
     library, (batch, length, heads, _) = state.library, call.query.shape
-    out = library.full((batch, length, heads, state.value_dim), 0, state.key.dtype, state.device)
+    out = library.full((batch, length, heads, state.value_dim), 0, state.dtype, state.device)
     lse = library.full((batch, heads, length), -float("inf"), state.scores.dtype, state.device)
     return delivered(state, call, out, lse)
 
@@ -142,14 +143,16 @@ class _Padded:
         joined = self.joined(old, self.call.scores.array, state.scores.dtype)
         return state.library.operand(joined, "scores")
 
-    def rows_of(self, old: Operand, new: Operand, order: Any, size: int) -> Operand:
+    def rows_of(self, name: str, order: Any, size: int) -> Operand:
         """``(B, R + L, Hkv, size)`` of key or value, with zero columns up to ``size``."""
-        state, library, shape = self.state, self.state.library, (*self.shape, size)
-        joined = (library.empty(shape, old.dtype, state.device) if old.shape[3] == size else
-                  library.full(shape, 0, old.dtype, state.device))
-        columns = movable(library, joined, old.dtype)[..., :old.shape[3]]
-        self.put(columns, _sorted(state, old, order), rows(state, new).swapaxes(1, 2))
-        return library.operand(joined.swapaxes(1, 2), new.name)
+        state, library, shape, new = self.state, self.state.library, (*self.shape, size), getattr(self.call, name)
+        dtype, own = state.dtype, new.shape[3]
+        joined = (library.empty(shape, dtype, state.device) if own == size else
+                  library.full(shape, 0, dtype, state.device))
+        batch, head = index(state, state.batch)[:, None, None], index(state, state.kv_heads)[:, None]
+        columns = movable(library, joined, dtype)[..., :own]
+        self.put(columns, read(state, name, (batch, head, order)), rows(state, new).swapaxes(1, 2))
+        return library.operand(joined.swapaxes(1, 2), name)
 
 
 class _Packed(_Padded):
@@ -186,7 +189,7 @@ class _Packed(_Padded):
         self.document = library.operand(runs.first, "cu_seqlens")
         if call.query is not None:
             self.sequences = sequences_of(call.query, Operand(
-                "key", None, library, (1, self.length, state.kv_heads, state.head_dim), (), state.key.dtype, device, 0),
+                "key", None, library, (1, self.length, state.kv_heads, state.head_dim), (), state.dtype, device, 0),
                 call.cu_seqlens.array, self.first, None, None)
 
     def of_tokens(self, each):
@@ -263,8 +266,7 @@ def _attend(attention: Attention, state: CacheState, call: ExtendCall, history: 
     """Attention of the new queries over the history. If key and value differ in width, zero columns even them out."""
     assert call.query is not None
     size = max(state.head_dim, state.value_dim)
-    key = history.rows_of(state.key, call.key, order, size)
-    value = history.rows_of(state.value, call.value, order, size)
+    key, value = (history.rows_of(name, order, size) for name in ("key", "value"))
     bias = key_bias(score) if call.is_biased else None
     return attention(AttentionCall(widened(call.query, size), key, value, mask, None, bias, False,
                                    call.scale, call.softcap, False, sequences=history.sequences, bias_delay=delay))
@@ -272,7 +274,7 @@ def _attend(attention: Attention, state: CacheState, call: ExtendCall, history: 
 
 def delivered(state: CacheState, call: ExtendCall, out: Any, lse: Any) -> tuple[Any, Any]:
     """The results without padding columns, in the call's output arrays if it has any."""
-    library, dtype, size = state.library, state.key.dtype, state.value_dim
+    library, dtype, size = state.library, state.dtype, state.value_dim
     if call.out is not None or out.shape[3] > size:
         target = library.empty((*out.shape[:3], size), dtype, state.device) if call.out is None else call.out.array
         movable(library, target, dtype)[...] = movable(library, out, dtype)[..., :size]
@@ -287,7 +289,7 @@ def _stored(state: CacheState, call: ExtendCall, history: _Padded, order: Any, p
             is_copy: bool) -> CacheState:
     """A copy of the state with the new keys that are needed after the last new token, and only those. ``is_copy``: its
     rows are copies already."""
-    state = copied(state, ("lengths",) if is_copy else SAVED)
+    state = copied(state, ("lengths",) if is_copy else state.saved)
     library, xp = state.library, state.library.xp
     batch, head = index(state, state.batch)[:, None, None], index(state, state.kv_heads)[:, None]
     real = (position >= 0) & (library.arange(0, history.length, state.device) < history.end)
@@ -308,9 +310,10 @@ def _stored(state: CacheState, call: ExtendCall, history: _Padded, order: Any, p
     slot = flagged_first(state, ~needed(state, last))[..., :most]
     taken = index(state, most) < count[..., None]
     source = history.batch_of_new
+    stored = call.stored or {"key": call.key, "value": call.value}
     for target, fresh in (
-            (rows(state, state.key), rows(state, call.key)[source, token, head]),
-            (rows(state, state.value), rows(state, call.value)[source, token, head]),
+            *((rows(state, getattr(state, name)), rows(state, new)[source, token, head])
+              for name, new in stored.items()),
             (state.scores.array, call.scores.array[source, head, token]),
             (state.positions.array, history.new_positions[source, 0, token]),
             (state.in_top.array, library.astype(new_top, "uint8")[source, head, token])):

@@ -37,6 +37,10 @@ class DynamicCache(KeyCache):
         Sets the library and device of the cache, default NumPy, and the type unless ``dtype`` does.
     sinks, recent : int
         How many first and last tokens are kept in addition to the top. A key may belong to several of these sets.
+    storage : "int8" or "fp8", optional
+        Keep keys and values in 8 bits per number, with a float32 scale per row: INT8 or E4M3. A row is rounded when its
+        token comes (``max |x| / 254``; or ``|x| / 16``, at least ``max |x| / 458752``), and all queries read the
+        rounded row. Which keys are kept is not affected. Default: as they are given.
     record_stops : bool
         Keep the scores of all tokens, 4 bytes per token and kv head, which grow with the text, for ``stops``.
     backend
@@ -65,8 +69,9 @@ class DynamicCache(KeyCache):
 
     def __init__(self, batch: int, kv_heads: int, window: Windows, head_dim: int, value_dim: int | None = None,
                  dtype: Any = None, *, like: Array | None = None, sinks: int = 0, recent: int = 0,
-                 record_stops: bool = False, backend: str | None = None):
-        self._allocate(batch, kv_heads, window, head_dim, value_dim, dtype, like, sinks, recent, record_stops, backend)
+                 storage: str | None = None, record_stops: bool = False, backend: str | None = None):
+        self._allocate(batch, kv_heads, window, head_dim, value_dim, dtype, like, sinks, recent, record_stops, backend,
+                       storage=storage)
 
     # ---- tokens -----------------------------------------------------------------------------------------------------
 

@@ -52,6 +52,8 @@ class GatedCache(KeyCache):
         The most open keys that are kept. Default: no bound.
     sinks : int
         How many first tokens are kept whatever their gates.
+    storage : "int8" or "fp8", optional
+        As for ``DynamicCache``.
     record_stops : bool
         Keep the gates of all tokens, 4 bytes per token and kv head, for ``stops``.
     backend
@@ -77,14 +79,15 @@ class GatedCache(KeyCache):
 
     def __init__(self, batch: int, kv_heads: int, head_dim: int, value_dim: int | None = None, dtype: Any = None, *,
                  delay: int, threshold: float, capacity: Windows | None = None, sinks: int = 0,
-                 like: Array | None = None, record_stops: bool = False, backend: str | None = None):
+                 like: Array | None = None, storage: str | None = None, record_stops: bool = False,
+                 backend: str | None = None):
         delay, threshold = checks.delay(checks.whole(delay, "delay", 1)), checks.real(threshold, "threshold")
         self._grows = capacity is None
         window = ROWS if capacity is None else capacity
         if isinstance(window, int):
             checks.whole(window, "capacity", 1)
         self._allocate(batch, kv_heads, window, head_dim, value_dim, dtype, like, sinks, delay, record_stops, backend,
-                       threshold, self._grows)
+                       threshold, self._grows, storage)
 
     # ---- tokens -----------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,6 @@ from cupy_dma.cache.record import NAME, Record, stops
 from cupy_dma.cache.segments import rectangular, selected
 from cupy_dma.cache.slots import AFTER_ALL, index, needed
 from cupy_dma.cache.snapshot import (
-    ARRAYS,
     NUMBERS,
     SIZES,
     copy_rows,
@@ -177,7 +176,7 @@ class KeyCache(CacheBase):
     @property
     def memory_bytes(self) -> int:
         """Size of the cache's arrays in bytes."""
-        arrays, segments = [getattr(self._state, name) for name in ARRAYS], self._state.segments
+        arrays, segments = [getattr(self._state, name) for name in self._state.arrays], self._state.segments
         arrays += [segments.count, segments.start] if segments else []
         return self._attended.memory_bytes + sum(prod(x.shape) * numpy_dtype(x.dtype).itemsize for x in arrays) + (
             self._record.memory_bytes if self._record else 0)
@@ -234,15 +233,15 @@ class KeyCache(CacheBase):
 
     def __getstate__(self) -> dict[str, Any]:
         """What a pickle holds: ``state_dict`` and the arguments that it does not imply."""
-        return {"saved": self.state_dict(), "dtype": self._state.key.dtype, "backend": self._backend,
-                "kv_heads": self.kv_heads}
+        return {"saved": self.state_dict(), "dtype": self._state.dtype, "backend": self._backend,
+                "kv_heads": self.kv_heads, "storage": self.storage}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         saved = state["saved"]
         self._allocate(saved["lengths"].shape[0], state.get("kv_heads", saved["key"].shape[1]), saved["window"],
                        saved["key"].shape[-1], saved["value"].shape[-1], state["dtype"], saved["key"], saved["sinks"],
                        saved["recent"], NAME in saved, state["backend"], saved.get("threshold", -inf),
-                       state.get("grows", False))
+                       state.get("grows", False), state.get("storage"))
         self.load_state_dict(saved)
 
     def state_dict(self) -> dict[str, Any]:

@@ -22,7 +22,6 @@ from cupy_dma.arrays import Device, Library
 from cupy_dma.cache.state import CacheState, Segments
 from cupy_dma.calls.head_dims import movable
 
-PER_ROW = ("key", "value", "scores", "positions", "in_top")
 EMPTY = {"positions": -1, "in_top": 0}
 
 
@@ -54,7 +53,7 @@ def selected(state: CacheState, rows: Any) -> Segments | None:
     return state.segments if found == sizes else segments_of(library, state.device, found, n, heads)
 
 
-def rectangular(state: CacheState, names: Iterable[str] = PER_ROW, slots: int | None = None) -> CacheState:
+def rectangular(state: CacheState, names: Iterable[str] | None = None, slots: int | None = None) -> CacheState:
     """The state with arrays ``(B, Hkv, R, ...)`` of these names: itself, or with copies, of ``slots`` only."""
     if state.segments is None or state.key.ndim == 4:
         return state
@@ -63,7 +62,7 @@ def rectangular(state: CacheState, names: Iterable[str] = PER_ROW, slots: int | 
     exists = slot < count
     place = xp.where(exists, state.segments.start.array[..., None] + slot, 0)
     made = {}
-    for name in names:
+    for name in state.per_row if names is None else names:
         old = getattr(state, name)
         array = library.empty((*exists.shape, *old.shape[1:]), old.dtype, state.device)
         found = movable(library, old.array, old.dtype)[place]
@@ -81,7 +80,7 @@ def contents(source: CacheState, target: CacheState, rows: Any, names: Iterable[
     for name in names:
         operand = getattr(source, name)
         array = movable(source.library, operand.array, operand.dtype)
-        if alike or name not in PER_ROW:
+        if alike or name not in source.per_row:
             yield array if rows is None else array[rows]
             continue
         place = place or _places(source, target, rows)

@@ -6,28 +6,28 @@ nothing: a call that runs out of memory has changed nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import chain
 from math import inf
 from typing import Any
 
 from cupy_dma import checks
 from cupy_dma.arrays import Device, Library, Operand, describe
-from cupy_dma.cache.segments import PER_ROW, contents, owners, segments_of
+from cupy_dma.cache.segments import contents, owners, segments_of
 from cupy_dma.cache.slots import flagged_first, index, needed, refreshed
-from cupy_dma.cache.state import CacheState, Segments
+from cupy_dma.cache.state import SCALES, CacheState, Segments
+from cupy_dma.cache.storage import CODES
 from cupy_dma.calls.head_dims import movable
 from cupy_dma.masks.windows import Window, widest
 
-SAVED = (*PER_ROW, "lengths")  # the other arrays follow from these
 NUMBERS = ("window", "sinks", "recent", "threshold")
-ARRAYS = (*SAVED, "lowest", "lowest_score", "free")
 SIZES = "rows"  # in a saved state: how many rows each sequence and kv head has, where they differ
 OCCUPIED = "occupied"  # in the workspace: how many slots of each head may be occupied, the first ones
 
 
 def empty_state(library: Library, device: Device, dtype: str, batch: int, kv_heads: int,
                 numbers: tuple[Window, int, int, float], head_dim: int, value_dim: int,
-                segments: Segments | None = None) -> CacheState:
+                segments: Segments | None = None, storage: str | None = None) -> CacheState:
     """A cache without tokens; ``numbers`` are window, sinks, recent and threshold. Windows that differ, or segments
     that are given, make arrays flat."""
     window, sinks, recent, _ = numbers
@@ -40,11 +40,15 @@ def empty_state(library: Library, device: Device, dtype: str, batch: int, kv_hea
     def make(name: str, kind: str, *shape: int, value: int = 0) -> Operand:
         return library.operand(library.full(shape, value, kind, device), name)
 
+    kind = dtype if storage is None else CODES[storage]
     found = CacheState(
-        make("key", dtype, *rows, head_dim), make("value", dtype, *rows, value_dim), make("scores", scores, *rows),
+        make("key", kind, *rows, head_dim), make("value", kind, *rows, value_dim), make("scores", scores, *rows),
         make("positions", "int64", *rows, value=-1), make("in_top", "uint8", *rows), make("lengths", "int64", batch),
         make("lowest", "int32", batch, kv_heads), make("lowest_score", scores, batch, kv_heads),
         make("free", "int32", batch, kv_heads), *numbers, make("tickets", "int32", batch * kv_heads + batch), segments)
+    if storage is not None:
+        scales = {name: make(name, "float32", *rows) for name in SCALES}
+        found = replace(found, computed=dtype, **scales)  # type: ignore[arg-type]
     found.lowest.array[...] = -found.each_window
     return found
 
@@ -54,14 +58,15 @@ def with_segments(state: CacheState, segments: Segments | None, batch: int) -> C
     window = state.window
     if segments is not None and isinstance(window, int):  # it grows
         window = max(segments.sizes, default=window + state.sinks + state.recent) - state.sinks - state.recent
-    return empty_state(state.library, state.device, state.key.dtype, batch, state.kv_heads,
-                       (window, state.sinks, state.recent, state.threshold), state.head_dim, state.value_dim, segments)
+    return empty_state(state.library, state.device, state.dtype, batch, state.kv_heads,
+                       (window, state.sinks, state.recent, state.threshold), state.head_dim, state.value_dim, segments,
+                       state.storage)
 
 
 def resized(state: CacheState, segments: Segments) -> CacheState:
     """The same contents in larger segments."""
     found = with_segments(state, segments, state.batch)
-    copy_rows(state, found, names=SAVED)
+    copy_rows(state, found, names=state.saved)
     return refreshed(found)
 
 
@@ -71,7 +76,7 @@ def forget(state: CacheState, sequences: Any = None) -> None:
     for operand, value in ((state.positions, -1), (state.in_top, 0), (state.lengths, 0), (state.free, 0),
                            (state.lowest, -state.each_window)):
         if sequences is not None:
-            chosen = sequences if operand.name not in PER_ROW or state.segments is None else sequences[owners(state)]
+            chosen = sequences if operand.name not in state.per_row or state.segments is None else sequences[owners(state)]
             chosen = chosen.reshape(-1, *(1,) * (operand.ndim - 1))
             value = xp.where(chosen, value, operand.array)
         writes.append((operand.array, value))
@@ -80,9 +85,10 @@ def forget(state: CacheState, sequences: Any = None) -> None:
     state.workspace.pop(OCCUPIED, None)
 
 
-def copy_rows(source: CacheState, target: CacheState, rows: Any = None, names: Iterable[str] = ARRAYS) -> None:
+def copy_rows(source: CacheState, target: CacheState, rows: Any = None, names: Iterable[str] | None = None) -> None:
     """Copy the sequences ``rows (n,)`` of ``source``, by default all, into ``target``, which may be ``source``.
     Without ``rows`` and into the same segments nothing is allocated."""
+    names = source.arrays if names is None else names
     arrays: Iterable[Any] = contents(source, target, rows, names)
     if source is target or target.segments is not None:
         arrays = list(arrays)  # all of them before the first is overwritten
@@ -91,7 +97,7 @@ def copy_rows(source: CacheState, target: CacheState, rows: Any = None, names: I
     target.workspace.pop(OCCUPIED, None)
 
 
-def copied(state: CacheState, names: Iterable[str] = ARRAYS) -> CacheState:
+def copied(state: CacheState, names: Iterable[str] | None = None) -> CacheState:
     """The state with copies of these arrays."""
     def copy(operand: Operand) -> Operand:
         array = state.library.empty(operand.shape, operand.dtype, state.device)
@@ -99,7 +105,7 @@ def copied(state: CacheState, names: Iterable[str] = ARRAYS) -> CacheState:
         bits(made)[...] = bits(operand)
         return made
 
-    return state.having({name: copy(getattr(state, name)) for name in names})
+    return state.having({name: copy(getattr(state, name)) for name in (state.arrays if names is None else names)})
 
 
 def numbers_of(state: CacheState) -> dict[str, Any]:
@@ -109,18 +115,18 @@ def numbers_of(state: CacheState) -> dict[str, Any]:
 
 def saved_state(state: CacheState) -> dict[str, Any]:
     """Copies of the arrays, and the numbers that define their meaning."""
-    copies, found = copied(state, SAVED), numbers_of(state)
+    copies, found = copied(state, state.saved), numbers_of(state)
     if state.segments is not None:
         found[SIZES] = [[*state.segments.sizes[b * state.kv_heads:][:state.kv_heads]] for b in range(state.batch)]
-    return found | {name: getattr(copies, name).array for name in SAVED}
+    return found | {name: getattr(copies, name).array for name in state.saved}
 
 
 def load(state: CacheState, saved: dict[str, Any]) -> None:
     """The reverse of ``saved_state``. Raises what ``DynamicCache.load_state_dict`` documents."""
     numbers = numbers_of(state)
-    missing = [name for name in (*SAVED, *numbers) if name not in saved]
-    if missing:
-        raise KeyError(f"saved must contain {', '.join((*SAVED, *numbers))}; missing: {', '.join(missing)}")
+    wanted = (*state.saved, *numbers)
+    if missing := [name for name in wanted if name not in saved]:
+        raise KeyError(f"saved must contain {', '.join(wanted)}; missing: {', '.join(missing)}")
     for name, own in numbers.items():
         number = tuple(saved[name]) if isinstance(saved[name], list) else saved[name]  # windows that JSON has kept
         if number != own:
@@ -131,8 +137,8 @@ def load(state: CacheState, saved: dict[str, Any]) -> None:
     elif state.segments is not None and tuple(chain(*saved[SIZES])) != state.segments.sizes:
         raise ValueError(f"saved must be of a cache with as many rows per sequence and kv head, "
                          f"{state.segments.sizes[:16]}, got {saved[SIZES]}")
-    arrays = {name: _as_here(getattr(state, name), saved[name], f"saved[{name!r}]", lead if name in PER_ROW else ())
-              for name in SAVED}
+    arrays = {name: _as_here(getattr(state, name), saved[name], f"saved[{name!r}]", lead if name in state.per_row else ())
+              for name in state.saved}
     found = state.having(arrays)
     copy_rows(refreshed(_needed_first(found) if lead else found), state)
 
@@ -141,8 +147,8 @@ def _needed_first(state: CacheState) -> CacheState:
     """Rows that are needed in the first slots, which all heads have."""
     order = flagged_first(state, needed(state, state.lengths.array - 1))
     batch, head = index(state, state.batch)[:, None, None], index(state, state.kv_heads)[:, None]
-    found = copied(state, PER_ROW)
-    for name in PER_ROW:
+    found = copied(state, state.per_row)
+    for name in state.per_row:
         bits(getattr(found, name))[...] = bits(getattr(state, name))[batch, head, order]
     return found
 

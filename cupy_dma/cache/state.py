@@ -32,6 +32,10 @@ from cupy_dma.arrays import Device, Library, Operand
 from cupy_dma.masks.windows import Window, widest
 
 
+PER_ROW = ("key", "value", "scores", "positions", "in_top")
+SCALES = ("key_scale", "value_scale")
+
+
 @dataclass(slots=True, eq=False)
 class Segments:
     """How many rows each (sequence, kv head) has, and where they are in flat arrays."""
@@ -48,7 +52,7 @@ class CacheState:
     With segments, ``(T, ...)`` stands for ``(B, Hkv, R, ...)``: the rows of all sequences and kv heads.
     """
 
-    key: Operand  # (B, Hkv, R, D) of the cache's type
+    key: Operand  # (B, Hkv, R, D) of the cache's type, or int8 or uint8 codes (storage.py)
     value: Operand  # (B, Hkv, R, Dv)
     scores: Operand  # (B, Hkv, R) float32 (float64 in a float64 cache)
     positions: Operand  # (B, Hkv, R) int64, -1 = empty
@@ -63,11 +67,37 @@ class CacheState:
     threshold: float  # a key with a lower score is never in the top; -inf: none has one
     tickets: Operand  # (B * Hkv + B,) int32: counters of a backend's kernels, 0 between two calls
     segments: Segments | None = None  # where heads have different numbers of rows
+    key_scale: Operand | None = None  # (B, Hkv, R) float32, of codes
+    value_scale: Operand | None = None
+    computed: str | None = None  # the cache's type, where keys and values are codes
     workspace: dict[Any, Any] = field(default_factory=dict)  # what a backend keeps between calls; never saved
 
     def having(self, arrays: Mapping[str, Operand]) -> CacheState:
         """The state with these arrays in place of its own."""
         return replace(self, **arrays)  # type: ignore[arg-type]
+
+    @property
+    def dtype(self) -> str:
+        """The type of queries, and of keys and values as they are given."""
+        return self.computed or self.key.dtype
+
+    @property
+    def storage(self) -> str | None:
+        return {"int8": "int8", "uint8": "fp8"}.get(self.key.dtype)
+
+    @property
+    def per_row(self) -> tuple[str, ...]:
+        """Names of the arrays ``(B, Hkv, R, ...)``."""
+        return PER_ROW if self.computed is None else PER_ROW + SCALES
+
+    @property
+    def saved(self) -> tuple[str, ...]:
+        """Names of the arrays from which the others follow."""
+        return (*self.per_row, "lengths")
+
+    @property
+    def arrays(self) -> tuple[str, ...]:
+        return (*self.saved, "lowest", "lowest_score", "free")
 
     @property
     def library(self) -> Library:
@@ -130,6 +160,8 @@ class ExtendCall:
     slots: Operand | None = None  # (B,) int32, contiguous: the cache's sequence that each of the call's is; -1: none,
     # its tokens are ignored as with lengths 0. None: all of them, in order. No sequence is named twice
     commits: bool = True  # False: the cache does not change
+    stored: Mapping[str, Operand] | None = None  # what the cache stores of key and value, if not these: ``key`` and
+    # ``value`` (B, L, Hkv, D), ``key_scale`` and ``value_scale`` (B, L, Hkv)
 
     @property
     def length(self) -> int:

@@ -19,7 +19,6 @@ from torch import Tensor
 from cupy_dma.arrays import numpy_dtype
 from cupy_dma.cache import DynamicCache, GatedCache
 from cupy_dma.cache.segments import segments_of
-from cupy_dma.cache.snapshot import ARRAYS
 from cupy_dma.transformers.layers import DynamicMask, GateMask
 
 Cache = DynamicCache | GatedCache
@@ -56,7 +55,7 @@ def single(how: DynamicMask | GateMask, kv_heads: int, head_dim: int, like: Tens
 def parts(cache: Cache) -> list[Part]:
     """Those of a page; ``cache``: of one sequence."""
     found = []
-    for name in ARRAYS:
+    for name in cache._state.arrays:
         operand = getattr(cache._state, name)
         size = prod(operand.shape) * numpy_dtype(operand.dtype).itemsize
         found.append(Part(name, tuple(operand.shape), operand.dtype, size, -(-size // ALIGNMENT) * ALIGNMENT))

@@ -19,7 +19,6 @@ from cupy_dma.backends.cuda.chain import Chain
 from cupy_dma.backends.cuda.decode.step import step
 from cupy_dma.backends.cuda.runtime.builder import NotBuildable
 from cupy_dma.backends.cuda.runtime.user_kernel import Launch
-from cupy_dma.cache.snapshot import ARRAYS
 from cupy_dma.cache.state import CacheState, ExtendCall
 from cupy_dma.masks.interval import IntervalMask
 from tests.emulator import build
@@ -129,7 +128,7 @@ def _announced(argument: Any, session: Session) -> Any:
         for kept in list(argument.workspace.values()):
             if isinstance(kept, Operand):
                 session.operand(kept, writable=True)
-        changed = {name: session.operand(getattr(argument, name), writable=True) for name in (*ARRAYS, "tickets")}
+        changed = {name: session.operand(getattr(argument, name), writable=True) for name in (*argument.arrays, "tickets")}
         segments = argument.segments and replace(argument.segments, count=session.operand(argument.segments.count),
                                                  start=session.operand(argument.segments.start))
         return argument.having({**changed, "segments": segments})

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 import cupy_dma as dma
-from cupy_dma.arrays import numpy_dtype
+from cupy_dma.arrays import library_named, numpy_dtype
+from cupy_dma.cache.storage import decoded, encoded
 from cupy_dma.masks.windows import widest
 from tests.oracle import reference
 from tests.oracle.arrays import host
@@ -69,9 +70,11 @@ class History:
         def normal(*shape: int) -> np.ndarray:
             return rng.standard_normal(shape).astype(kind)
 
-        return {"query": normal(b, n, self.heads, self.head_dim), "key": normal(b, n, g, self.head_dim),
-                "value": normal(b, n, g, self.value_dim or self.head_dim),
-                "scores": draw_scores(self.scores, (b, g, n), rng)}
+        found = {"query": normal(b, n, self.heads, self.head_dim), "key": normal(b, n, g, self.head_dim),
+                 "value": normal(b, n, g, self.value_dim or self.head_dim),
+                 "scores": draw_scores(self.scores, (b, g, n), rng)}
+        storage = self.options.get("storage")
+        return found if storage is None else {**found, **{name: stored(found[name], storage) for name in ("key", "value")}}
 
     @cached_property
     def mask(self) -> np.ndarray:
@@ -143,6 +146,16 @@ class History:
             assert unordered[b, g].tolist() == sorted(positions[b, g].tolist())
             expected = self.data["scores"][b, g, wanted]
             np.testing.assert_array_equal(scores[b, g], [*expected, *[-np.inf] * (rows - len(wanted))])
+
+
+def stored(rows: np.ndarray, storage: str) -> np.ndarray:
+    """The rows that a cache with this ``storage`` reads in place of these; it reads them as they are."""
+    library, found = library_named("numpy"), rows
+    for _ in range(8):
+        before, found = found, decoded(library, *encoded(library, found, storage), rows.dtype.name)
+        if before.tobytes() == found.tobytes():
+            return found
+    raise AssertionError("rounding again changes the rows")
 
 
 def packed(arrays: list[np.ndarray], lengths: Iterable[int], behind: int = 0) -> tuple[list[np.ndarray], np.ndarray]:

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from cupy_dma.cache.snapshot import ARRAYS
 from tests.oracle import reference
 from tests.oracle.arrays import host
 from tests.oracle.cache_cases import History, packed
@@ -64,7 +63,7 @@ class Slots:
         one = self.cache.select_batch([slot])
         if getattr(one, "capacity", 0) is None:
             return [x.tobytes() for x in _ordered(one)]
-        return [np.array(host(getattr(one._state, name).array)).tobytes() for name in ARRAYS]
+        return [np.array(host(getattr(one._state, name).array)).tobytes() for name in one._state.arrays]
 
     def run(self, operations: int) -> None:
         for _ in range(operations):

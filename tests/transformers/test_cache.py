@@ -11,7 +11,6 @@ transformers = pytest.importorskip("transformers")
 
 import cupy_dma.transformers as dmt  # noqa: E402
 from cupy_dma.cache import DynamicCache  # noqa: E402
-from cupy_dma.cache.snapshot import ARRAYS  # noqa: E402
 from cupy_dma.transformers import DecodingStep, DynamicMaskCache  # noqa: E402
 from cupy_dma.transformers.cache import DynamicMaskLayer  # noqa: E402
 from cupy_dma.transformers.layers import DynamicMask, GateMask  # noqa: E402
@@ -43,7 +42,8 @@ def contents(cache: Any) -> list[Any]:
     found: list[Any] = []
     for layer in cache.layers:
         found.append(layer.get_seq_length())
-        found += [getattr(store._state, name).array.clone() for store in layer.stores for name in (*ARRAYS, "tickets")]
+        for state in (store._state for store in layer.stores):
+            found += [getattr(state, name).array.clone() for name in (*state.arrays, "tickets")]
     return found
 
 

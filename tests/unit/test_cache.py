@@ -17,6 +17,8 @@ from tests.project.pages import run_page
 from tests.unit.test_arrays import Producer
 
 BESIDES = [(0, 0), (2, 0), (0, 3), (2, 3)]  # sinks and recent
+EIGHT_BITS = [History(dtype=dtype, sinks=1, recent=2, value_dim=12, window=window, options={"storage": storage})
+              for dtype, window in (("float16", 6), ("bfloat16", (3, 9)), ("float32", 6)) for storage in ("int8", "fp8")]
 EXACT = History(length=24, batch=1, heads=2, kv_heads=1, dtype="float64", window=5)
 # Delays around the window, the pieces and the whole history; scores of -inf hide keys from far queries only.
 DELAYED = [History(bias_delay=delay, sinks=1, recent=2, scores=scores)
@@ -50,7 +52,7 @@ def test_step_by_step(scores, sinks, recent, convert):
     History(window=1, recent=1), History(window=39), History(window=40),
     History(window=100, sinks=50, recent=50), *DELAYED,
     History(window=(3, 9)), History(window=(12, 1), sinks=2, recent=3), History(window=(40, 5), scores="nan"),
-    History(window=(9, 2), bias_delay=3, scores="hidden")], ids=str)
+    History(window=(9, 2), bias_delay=3, scores="hidden"), *EIGHT_BITS], ids=str)
 @pytest.mark.parametrize("lengths", [[1] * 40, [40], [13, 1, 1, 5, 20]], ids=["steps", "whole", "pieces"])
 def test_against_the_oracle(case, lengths, convert):
     if case.dtype == "float64" and convert.name in ("cupy", "torch-cuda"):

@@ -8,7 +8,6 @@ import pytest
 
 from cupy_dma.arrays import library_named
 from cupy_dma.backends.numpy import dynamic_cache
-from cupy_dma.cache.snapshot import ARRAYS
 from tests.oracle.cache_cases import History, packed
 
 HISTORY, OF_HEADS = (History(length=60, window=window, sinks=1, recent=2) for window in (6, (6, 3)))
@@ -118,7 +117,8 @@ def numpy_allocations():
 
 
 def same_state(cache, other):
-    pairs = [[np.asarray(getattr(each._state, name).array) for each in (cache, other)] for name in (*ARRAYS, "tickets")]
+    names = (*cache._state.arrays, "tickets")
+    pairs = [[np.asarray(getattr(each._state, name).array) for each in (cache, other)] for name in names]
     return all(np.array_equal(a, b, equal_nan=a.dtype.kind == "f") for a, b in pairs)
 
 

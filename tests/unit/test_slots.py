@@ -7,7 +7,6 @@ import pytest
 
 import cupy_dma as dma
 from cupy_dma.cache import gated_cache
-from cupy_dma.cache.snapshot import ARRAYS
 from tests.oracle.arrays import host
 from tests.oracle.cache_cases import History, packed
 from tests.oracle.slot_cases import Slots
@@ -18,6 +17,9 @@ CASES = [
     History(scores="nan", heads=6, kv_heads=2), History(window=(9, 3), sinks=1, recent=1, value_dim=5),
     History(bias_delay=5, scores="hidden", recent=2), History(window=(3, 12), bias_delay=30, softcap=2.0),
     History(options={"record_stops": True}), History(window=(2, 6), recent=2, options={"record_stops": True}),
+    History(dtype="bfloat16", recent=2, options={"storage": "fp8"}),
+    History(window=(9, 3), sinks=1, recent=1, value_dim=5, options={"storage": "int8"}),
+    Gates(dtype="float16", options={"storage": "int8", "record_stops": True}),
     Gates(), Gates(capacity=3), Gates(capacity=(1, 6), sinks=0, add_gates=False)]
 
 
@@ -35,10 +37,11 @@ def test_sequences_come_and_go(case, seed, convert):
 
 def stored(cache):
     """All arrays, bit for bit, but for the rows of empty slots."""
-    found = [np.array(host(getattr(cache._state, name).array)) for name in ARRAYS]
-    for array in found[:5]:
-        array[found[ARRAYS.index("positions")] < 0] = 0
-    return [x.tobytes() for x in found]
+    state = cache._state
+    found = {name: np.array(host(getattr(state, name).array)) for name in state.arrays}
+    for name in state.per_row:
+        found[name][found["positions"] < 0] = 0
+    return [x.tobytes() for x in found.values()]
 
 
 def bits(found):

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 import cupy_dma as dma
 from cupy_dma.cache import DynamicCache
-from cupy_dma.cache.segments import PER_ROW, rectangular
+from cupy_dma.cache.segments import rectangular
+from cupy_dma.cache.state import PER_ROW
 from cupy_dma.masks.windows import window_of
 
 M = dma.IntervalMask

@@ -8,11 +8,12 @@ from cupy_dma.backends.numpy.selection import prefix_stop
 from cupy_dma.backends.numpy.varlen import attention
 from cupy_dma.cache.chosen import Chosen
 from cupy_dma.cache.chunked_prefill import delivered, extend_chunk
-from cupy_dma.cache.segments import PER_ROW, rectangular
+from cupy_dma.cache.segments import rectangular
 from cupy_dma.cache.slots import index, needed, refreshed, rows
 from cupy_dma.cache.snapshot import OCCUPIED, copied, copy_rows
 from cupy_dma.cache.state import CacheState, ExtendCall
-from cupy_dma.calls.head_dims import widened
+from cupy_dma.cache.storage import read, rounded
+from cupy_dma.calls.head_dims import unmoved, widened
 from cupy_dma.calls.types import AttentionCall, key_bias
 
 COUNTED = ("scores", "positions", "in_top", "lengths")  # the small arrays of a state
@@ -29,6 +30,7 @@ def cache_extend(state: CacheState, call: ExtendCall) -> tuple[Any, Any]:
 
 def _step(state: CacheState, call: ExtendCall) -> tuple[Any, Any]:
     """One token per sequence: it takes a free slot, the slot of the key it evicts, or none."""
+    call = rounded(state, call)
     slots, chosen = _occupied(state) + 2, None  # one for the token and one for the next
     if call.slots is None:
         held = _first_slots(state, slots)
@@ -53,10 +55,11 @@ def _step(state: CacheState, call: ExtendCall) -> tuple[Any, Any]:
     after.lengths.array[...] = position + library.astype(real, "int64")
     seen, after = needed(after, position) & real[:, None, None], refreshed(after)
 
-    targets = rows(state, held.key), rows(state, held.value)
+    given = call.stored or {"key": call.key, "value": call.value}
+    targets = [rows(state, getattr(held, name)) for name in given]
     before = [target[batch, head, slot] for target in targets]
-    fresh = [xp.where(stored[..., None], rows(state, new)[:, 0], old)
-             for new, old in zip((call.key, call.value), before)]
+    fresh = [xp.where(stored[..., None] if old.ndim == 3 else stored, rows(state, new)[:, 0], old)
+             for new, old in zip(given.values(), before)]
     found = (None, None)
     try:
         for target, row in zip(targets, fresh):
@@ -77,8 +80,8 @@ def _step(state: CacheState, call: ExtendCall) -> tuple[Any, Any]:
             copy_rows(after, state, names=NAMES)
         else:
             chosen.put(after, held, state, NAMES)
-        for operand, row in zip((state.key, state.value), fresh):
-            rows(state, operand)[place] = row
+        for name, row in zip(given, fresh):
+            rows(state, getattr(state, name))[place] = row
     state.workspace[OCCUPIED] = min(slots - 1, state.rows)
     return found
 
@@ -101,7 +104,7 @@ def _first_slots(state: CacheState, n: int) -> CacheState:
     if n >= state.rows:
         return state
     return state.having({name: state.library.operand(getattr(state, name).array[:, :, :n], name)
-                         for name in PER_ROW})
+                         for name in state.per_row})
 
 
 def _attend(held: CacheState, after: CacheState, call: ExtendCall, seen: Any, position: Any) -> tuple[Any, Any]:
@@ -109,7 +112,8 @@ def _attend(held: CacheState, after: CacheState, call: ExtendCall, seen: Any, po
     width, the narrower gets zero columns."""
     library, size = held.library, max(held.head_dim, held.value_dim)
     assert call.query is not None
-    key, value = (widened(library.operand(x.array.swapaxes(1, 2), x.name), size) for x in (held.key, held.value))
+    key, value = (widened(library.operand(unmoved(library, read(held, name, ...), held.dtype).swapaxes(1, 2), name),
+                          size) for name in ("key", "value"))
     mask, scores = checks.with_axes(library.operand(seen[:, :, None], "mask"), 4), after.scores
     if call.bias_delay:
         far = after.positions.array <= position[:, None, None] - call.bias_delay

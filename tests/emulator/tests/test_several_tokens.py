@@ -11,7 +11,6 @@ from cupy_dma.arrays import describe
 from cupy_dma.backends.cuda.attention import split
 from cupy_dma.backends.cuda.decode import step
 from cupy_dma.cache.arguments import extend_call
-from cupy_dma.cache.snapshot import ARRAYS
 from tests.emulator import Order
 from tests.oracle.cache_cases import SCORES, History
 from tests.unit.test_gated_cache import Gates
@@ -39,7 +38,7 @@ CASES = [
 def bits(cache) -> dict[str, bytes]:
     """Everything that is stored, and that counters are at rest."""
     assert not np.array(cache._state.tickets.array).any()
-    return {name: np.array(getattr(cache._state, name).array).tobytes() for name in ARRAYS}
+    return {name: np.array(getattr(cache._state, name).array).tobytes() for name in cache._state.arrays}
 
 
 def filled(case: History, tokens: int):
@@ -188,8 +187,8 @@ def test_slots(case, length, queries):
     expected = attended(case, chosen, tokens, lengths=[length, 0, min(length, 3)], query=queries)
     if queries:
         assert equal(found, expected)
-    for name in ARRAYS:
-        if cache._state.segments is not None and name in ("key", "value", "scores", "positions", "in_top"):
+    for name in cache._state.arrays:
+        if cache._state.segments is not None and name in cache._state.per_row:
             continue  # compared by what they keep
         ours, theirs, before = (np.array(getattr(x._state, name).array) for x in (cache, chosen, other))
         assert ours[[2, 0]].tobytes() == theirs[[0, 2]].tobytes() and ours[[1, 3]].tobytes() == before[[1, 3]].tobytes()

@@ -1,0 +1,88 @@
+"""Rows of 8 bits per number in a cache (SPEC section 18): codes, and a scale per row of keys and of values.
+
+A row is rounded once, when its token comes, and every query, its own included, reads the rounded row: what a cache
+returns does not depend on how tokens are split into calls. Which rows are kept depends on scores alone, and these are
+not rounded.
+
+    scale = max |x| / largest        code = x / scale, rounded to nearest even        read: code * scale, in the call's type
+
+- ``int8``: ``largest`` is 127, and no number is off by more than ``max |x| / 254``.
+- ``fp8``, E4M3 with the bits of ``torch.float8_e4m3fn``: ``largest`` is 448, and ``x`` is off by at most ``|x| / 16``
+  or ``max |x| / 458752``, whichever is more.
+
+Rounding to the call's type comes on top. A row with a number that is not finite reads as NaN throughout.
+
+These are elementwise operations in float32, the same for NumPy, CuPy and torch, and kernels/decode/row_codes.cuh has
+them too: all give equal bits. Call within ``state.library.on(state.device)``.
+"""
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from cupy_dma.arrays import Library
+from cupy_dma.cache.state import CacheState, ExtendCall
+from cupy_dma.calls.head_dims import movable
+
+CODES = {"int8": "int8", "fp8": "uint8"}  # the type of a code
+LARGEST = {"int8": 127.0, "fp8": 448.0}
+_ROUND = 1.5 * 2**23  # added and subtracted: a float32 below 2**22 becomes the nearest whole number
+
+
+def checked(storage: Any, dtype: str) -> str | None:
+    """The argument ``storage`` of a cache for calls of type ``dtype``."""
+    if storage is None or isinstance(storage, str) and storage in CODES:
+        if storage and dtype == "float64":
+            raise TypeError(f"dtype must be float16, bfloat16 or float32 with storage={storage!r}, got float64")
+        return storage
+    raise ValueError(f"storage must be None, {' or '.join(map(repr, CODES))}, got {storage!r}")
+
+
+def rounded(state: CacheState, call: ExtendCall) -> ExtendCall:
+    """The call with the rows that the cache will read, and their codes."""
+    if state.storage is None or call.stored is not None:
+        return call
+    library, found = state.library, {}
+    for name in ("key", "value"):
+        codes, scale = encoded(library, getattr(call, name).array, state.storage)
+        found |= {name: library.operand(codes, name), f"{name}_scale": library.operand(scale, f"{name}_scale")}
+    key, value = (library.operand(decoded(library, found[name].array, found[f"{name}_scale"].array, state.dtype), name)
+                  for name in ("key", "value"))
+    return replace(call, key=key, value=value, stored=found)
+
+
+def read(state: CacheState, name: str, place: Any) -> Any:
+    """Keys or values at an index of the cache's arrays, as numbers of the cache's type that every copy supports."""
+    library, dtype = state.library, state.dtype
+    rows = movable(library, getattr(state, name).array, getattr(state, name).dtype)[place]
+    if state.storage is None:
+        return rows
+    return movable(library, decoded(library, rows, getattr(state, f"{name}_scale").array[place], dtype), dtype)
+
+
+def encoded(library: Library, rows: Any, storage: str) -> tuple[Any, Any]:
+    """Codes ``(..., d)`` and scales float32 ``(...)`` of ``rows (..., d)``."""
+    xp, x = library.xp, library.astype(rows, "float32")
+    most = xp.amax(abs(x), -1)
+    scale = xp.where(xp.isfinite(most), most, float("nan")) / LARGEST[storage]
+    y = xp.where((scale > 0)[..., None], x / xp.where(scale > 0, scale, 1)[..., None], 0)
+    y = xp.clip(y, -LARGEST[storage], LARGEST[storage])
+    if storage == "int8":
+        return library.astype((y + _ROUND) - _ROUND, "int8"), scale
+    size = abs(y)
+    bits = library.contiguous(size).view(xp.int32)
+    normal = ((bits + 0x7ffff + ((bits >> 20) & 1)) >> 20) - 960  # 3 bits of the mantissa, and a bias of 7, not 127
+    small = library.astype((size * 512 + _ROUND) - _ROUND, "int32")  # below 2**-6: in steps of 2**-9
+    code = xp.where(size < 2.0**-6, small, normal)
+    return library.astype(xp.where(y < 0, code + 128, code), "uint8"), scale
+
+
+def decoded(library: Library, codes: Any, scale: Any, dtype: str) -> Any:
+    """The rows of these codes, of type ``dtype``."""
+    xp = library.xp
+    if codes.dtype == xp.int8:
+        x = library.astype(codes, "float32")
+    else:  # as float16, whose exponent has a bias of 15, not 7
+        code = library.astype(library.contiguous(codes).view(xp.int8), "int16")
+        x = library.astype(((code << 7) & ~0x4000).view(xp.float16), "float32") * 256
+    return library.astype(x * scale[..., None], dtype)

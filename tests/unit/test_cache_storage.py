@@ -1,0 +1,145 @@
+"""Caches with rows of 8 bits. ``cache_cases`` rounds the rows of its histories, so test_cache.py, test_slots.py and the
+emulator's tests have them among their cases; here rows are not rounded before."""
+import pickle
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import cupy_dma as dma
+from cupy_dma.arrays import library_named, numpy_dtype
+from cupy_dma.cache.storage import LARGEST, decoded, encoded
+from tests.oracle.arrays import host
+from tests.oracle.cache_cases import History, stored
+from tests.unit.test_gated_cache import Gates
+
+STORAGE = ("int8", "fp8")
+TYPES = ("float16", "bfloat16", "float32")
+
+
+def rows_of(dtype, rng, *shape):
+    """Rows of many sizes, in which numbers differ by orders of magnitude."""
+    x = rng.standard_normal(shape) * np.exp(2 * rng.standard_normal(shape))
+    return (x * np.exp(rng.standard_normal(shape[:-1]))[..., None]).astype(numpy_dtype(dtype))
+
+
+@pytest.mark.parametrize("storage", STORAGE)
+@pytest.mark.parametrize("dtype", TYPES)
+def test_no_number_is_off_by_more_than_is_said(dtype, storage, rng):
+    library, x = library_named("numpy"), rows_of(dtype, rng, 400, 3, 24)
+    codes, scale = encoded(library, x, storage)
+    exact, wide = codes.astype(np.float64) * scale[..., None], x.astype(np.float64)
+    if storage == "fp8":
+        ml_dtypes = pytest.importorskip("ml_dtypes")
+        exact = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale[..., None]
+    most = abs(wide).max(-1, keepdims=True)
+    bound = most / 254 if storage == "int8" else np.maximum(abs(wide) / 16, most / 458752)
+    assert (abs(exact - wide) <= bound * (1 + 1e-4)).all()  # y is rounded, too, before it is rounded to a code
+    assert (abs(exact - wide) > 0.9 * bound).any()  # it could not be smaller
+    np.testing.assert_allclose(abs(exact).max(-1), most[..., 0], rtol=1e-6)
+    found = decoded(library, codes, scale, dtype)
+    assert found.dtype == x.dtype
+    np.testing.assert_array_equal(found, (exact.astype(np.float32)).astype(x.dtype))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_fp8_has_the_codes_of_torch(dtype, rng):
+    torch = pytest.importorskip("torch")
+    x = rows_of(dtype, rng, 500, 24)
+    codes, scale = encoded(library_named("numpy"), x, "fp8")
+    y = np.clip(x.astype(np.float32) / scale[:, None], -LARGEST["fp8"], LARGEST["fp8"])
+    np.testing.assert_array_equal(torch.from_numpy(y).to(torch.float8_e4m3fn).view(torch.uint8).numpy(), codes)
+
+
+@pytest.mark.parametrize("storage", STORAGE)
+def test_rows_of_zeros_and_rows_that_are_not_finite(storage, convert, rng):
+    x = rng.standard_normal((6, 8)).astype(np.float32)
+    x[1], x[2, 3], x[3, 0], x[4, 7] = 0, np.nan, np.inf, -np.inf
+    array = convert(x)
+    library = library_named(convert.name.removesuffix("-cuda"))
+    codes, scale = encoded(library, array, storage)
+    found = convert.back(decoded(library, codes, scale, "float32"))
+    assert np.isnan(found[2:5]).all() and not found[1].any() and np.isfinite(found[[0, 1, 5]]).all()
+    expected = encoded(library_named("numpy"), x, storage)
+    for ours, theirs in zip((codes, scale), expected):
+        np.testing.assert_array_equal(convert.back(ours), theirs)
+
+
+@pytest.mark.parametrize("storage", STORAGE)
+@pytest.mark.parametrize("case", [
+    History(length=40, recent=2, sinks=1, dtype="float16"), History(window=(9, 3), value_dim=5, dtype="bfloat16"),
+    History(length=30, bias_delay=4, recent=6), Gates(dtype="bfloat16"), Gates(capacity=(1, 6), dtype="float16")],
+                         ids=str)
+def test_a_cache_reads_rounded_rows(case, storage, convert):
+    """Its results are, bit for bit, those of a cache that is given the rounded rows, however tokens are grouped."""
+    rounded = replace(case)
+    rounded.__dict__["data"] = {**case.data, **{name: stored(case.data[name], storage) for name in ("key", "value")}}
+    exact, cache = rounded.cache(convert), case.cache(convert, storage=storage)
+    begin = 0
+    for n in (1, 1, 6, 1, 9, 1, 1, 2):
+        for found, expected in zip(case.run(cache, [n], convert, begin), rounded.run(exact, [n], convert, begin)):
+            assert found.tobytes() == expected.tobytes()
+        begin += n
+    assert cache.storage == storage and exact.storage is None
+    for found, expected in zip(cache.kept(), exact.kept()):
+        np.testing.assert_array_equal(host(found), host(expected))
+    if case.dtype != "float32":
+        assert cache.memory_bytes < exact.memory_bytes
+
+
+@pytest.mark.parametrize("storage", STORAGE)
+def test_copies_and_saved_states(storage, convert):
+    case = History(length=24, batch=3, recent=2, window=(7, 3), dtype="float16", options={"storage": storage})
+    cache = case.cache(convert)
+    case.run(cache, [9, 1, 1], convert)
+    others = [cache.clone(), pickle.loads(pickle.dumps(cache)), case.cache(convert)]
+    others[2].load_state_dict(cache.state_dict())
+    assert {"key_scale", "value_scale"} <= cache.state_dict().keys()
+    cache.reorder([2, 0, 1])
+    for other in others:
+        assert other.storage == storage and f"storage='{storage}'" in repr(other)
+        other.reorder([2, 0, 1])
+        for name in other._state.arrays:
+            ours, theirs = (host(getattr(x._state, name).array) for x in (other, cache))
+            np.testing.assert_array_equal(ours, theirs)
+    with pytest.raises(TypeError, match=r"saved\['key'\] must be"):
+        case.cache(convert, storage=None).load_state_dict(cache.state_dict())
+
+
+def logit_error(case, storage):
+    """The most by which a logit can be off, and the most by which a value can: SPEC section 18."""
+    x, largest = {name: case.data[name].astype(np.float64) for name in ("query", "key", "value")}, LARGEST[storage]
+
+    def off(rows):
+        most = abs(rows).max(-1, keepdims=True)
+        return (most / 254 + 0 * rows if storage == "int8" else np.maximum(abs(rows) / 16, most / 1024 / largest)) * (
+            1 + 2.0**-9) + abs(rows) * 2.0**-9
+
+    group = case.heads // case.kv_heads
+    key = np.repeat(off(x["key"]), group, 2)
+    return np.einsum("bihd,bjhd->bhij", abs(x["query"]), key) * case.head_dim**-0.5, off(x["value"]).max(-1)
+
+
+@pytest.mark.parametrize("storage", STORAGE)
+def test_attention_is_within_the_bound(storage):
+    """|out - exact| <= (exp(2 e) - 1) max |v| + max |dv|, where no logit is off by more than e."""
+    case = History(length=60, window=20, recent=4, head_dim=32, dtype="bfloat16")
+    out, _ = case.run(case.cache(storage=storage), [30] + [1] * 30)
+    logits, values = logit_error(case, storage)
+    e = np.where(np.repeat(case.mask, case.heads // case.kv_heads, 1), logits, 0).max(-1).swapaxes(1, 2)[..., None]
+    (exact, _), _ = case.oracle()
+    bound = np.expm1(2 * e) * abs(case.data["value"].astype(np.float64)).max() + values.max() + 0.02
+    assert (abs(out.astype(np.float64) - exact) <= bound).all()
+
+
+@pytest.mark.parametrize("storage", ["int4", 8, b"int8", True])
+def test_what_is_no_storage(storage):
+    with pytest.raises(ValueError, match=r"storage must be None, 'int8' or 'fp8', got"):
+        dma.DynamicCache(1, 1, 4, 8, storage=storage)
+    with pytest.raises(ValueError, match=r"storage must be None, 'int8' or 'fp8', got"):
+        dma.GatedCache(1, 1, 8, delay=2, threshold=-1.0, storage=storage)
+
+
+def test_no_codes_of_float64():
+    with pytest.raises(TypeError, match="dtype must be float16, bfloat16 or float32 with storage='fp8', got float64"):
+        dma.DynamicCache(1, 1, 4, 8, dtype="float64", storage="fp8")
