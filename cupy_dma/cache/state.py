@@ -31,7 +31,6 @@ from typing import Any
 from cupy_dma.arrays import Device, Library, Operand
 from cupy_dma.masks.windows import Window, widest
 
-
 PER_ROW = ("key", "value", "scores", "positions", "in_top")
 SCALES = ("key_scale", "value_scale")
 

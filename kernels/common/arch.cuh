@@ -76,6 +76,24 @@ __device__ __forceinline__ uint4 load_16(const void* global, bool exists) {
     return x;
 }
 
+// The same of 8 and of 4 bytes.
+__device__ __forceinline__ uint2 load_8(const void* global, bool exists) {
+    uint2 x;
+    asm volatile("{\n\t.reg .pred exists;\n\tsetp.ne.s32 exists, %3, 0;\n\tmov.b32 %0, 0;\n\tmov.b32 %1, 0;\n\t"
+                 "@exists ld.global.v2.u32 {%0, %1}, [%2];\n\t}"
+                 : "=&r"(x.x), "=&r"(x.y)
+                 : "l"(global), "r"(static_cast<int>(exists)));
+    return x;
+}
+__device__ __forceinline__ unsigned load_4(const void* global, bool exists) {
+    unsigned x;
+    asm volatile("{\n\t.reg .pred exists;\n\tsetp.ne.s32 exists, %2, 0;\n\tmov.b32 %0, 0;\n\t"
+                 "@exists ld.global.u32 %0, [%1];\n\t}"
+                 : "=&r"(x)
+                 : "l"(global), "r"(static_cast<int>(exists)));
+    return x;
+}
+
 // ---- asynchronous copies from global to shared memory (cp.async, sm_80) ----
 __device__ __forceinline__ unsigned shared_address(const void* pointer) {
     return static_cast<unsigned>(__cvta_generic_to_shared(pointer));

@@ -8,6 +8,8 @@
 // in_top     // (B, Hkv, R) bytes                                                  //   lowest key; while there is room, minus how much
 // lowest_score // (B, Hkv) f32: that of slot `lowest`                              free     // (B, Hkv): a slot not needed, -1
 //
+// With STORAGE key and value are bytes, new ones, too (decode/round_rows.cu), and every row has a scale.
+//
 // A call has n sequences of L tokens. With SLOTS, `slots` says which of the cache's each of them is.
 //
 // Prelude: that of decode/split_kv.cuh, DELAY (of scores as biases: SPEC section 16), RAGGED (1: the numbers of slots
@@ -36,12 +38,12 @@ struct alignas(16) Segment {
 // B is n where an array belongs to the call.
 struct StepParams {
     const ELEMENT* query;
-    const ELEMENT* new_key;    // (B, L, Hkv, HEAD_DIM)
-    const ELEMENT* new_value;  // (B, L, Hkv, VALUE_DIM)
+    const Row* new_key;    // (B, L, Hkv, HEAD_DIM)
+    const Row* new_value;  // (B, L, Hkv, VALUE_DIM)
     const float* new_score;    // (B, Hkv, L)
     const int* counts;         // (B): how many of its tokens are real, or null: all
-    ELEMENT* key;
-    ELEMENT* value;
+    Row* key;
+    Row* value;
     float* score;
     long long* position;
     unsigned char* in_top;
@@ -75,6 +77,10 @@ struct StepParams {
     int commits;              // 0: nothing of the state changes
     const long long* segment_start;  // (B, Hkv), with RAGGED
     const int* segment_slots;        // likewise
+    const float* new_key_scale;      // (B, L, Hkv), with STORAGE
+    const float* new_value_scale;
+    float* key_scale;                // (B, Hkv, R), with STORAGE
+    float* value_scale;
 };
 
 constexpr int NO_SLOT = 2147483647;
@@ -176,14 +182,17 @@ struct Head {
         return {position, score, enters, dropped, !stored ? -1 : free >= 0 ? free : dropped};
     }
 
-    __device__ __forceinline__ const ELEMENT* new_key(int token) const {
+    __device__ __forceinline__ const Row* new_key(int token) const {
         return p.new_key + batch * p.key_batch + token * p.key_row + group * p.key_head;
     }
-    __device__ __forceinline__ const ELEMENT* new_value(int token) const {
+    __device__ __forceinline__ const Row* new_value(int token) const {
         return p.new_value + batch * p.value_batch + token * p.value_row + group * p.value_head;
     }
-    __device__ __forceinline__ ELEMENT* key_of(int slot) const { return p.key + row(slot) * HEAD_DIM; }
-    __device__ __forceinline__ ELEMENT* value_of(int slot) const { return p.value + row(slot) * VALUE_DIM; }
+    __device__ __forceinline__ Row* key_of(int slot) const { return p.key + row(slot) * HEAD_DIM; }
+    __device__ __forceinline__ Row* value_of(int slot) const { return p.value + row(slot) * VALUE_DIM; }
+    __device__ __forceinline__ long long new_row(int token) const {
+        return ((long long)batch * p.length + token) * p.kv_heads + group;
+    }
 };
 
 // A lane's data of a slot.

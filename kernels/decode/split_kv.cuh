@@ -15,10 +15,20 @@
 // Warps leave outputs, maxima and sums in shared memory, blocks in global memory: `combine` adds them in order, so the
 // result does not depend on which finished first.
 //
-// Prelude: ELEMENT, HEAD_DIM, VALUE_DIM, VECTOR (rows may be read 16 bytes at a time), ROWS, WARPS, SOFTCAP.
+// With STORAGE, keys and values are rows of 8 bits per number, which become operands where they are used; a piece has as
+// many numbers as one of ELEMENT.
+//
+// Prelude: ELEMENT, HEAD_DIM, VALUE_DIM, VECTOR (rows may be read a piece at a time), ROWS, WARPS, SOFTCAP; STORAGE (as in
+// decode/row_codes.cuh, or none).
 #pragma once
+#ifndef STORAGE
+#define STORAGE 0
+#endif
 #include "common/arch.cuh"
 #include "common/softmax.cuh"
+#if STORAGE
+#include "decode/row_codes.cuh"
+#endif
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int STEP = 16;
@@ -36,12 +46,45 @@ struct alignas(16) Piece {
     unsigned word[4];
 };
 
+__device__ __forceinline__ unsigned bits_of(__half x) { return __half_as_ushort(x); }
+__device__ __forceinline__ unsigned bits_of(__nv_bfloat16 x) { return __bfloat16_as_ushort(x); }
+__device__ __forceinline__ unsigned bits_of(float x) { return __float_as_uint(x); }
+
+#if STORAGE
+using Row = unsigned char;
+using Stored = Codes<PIECE>;
+
+__device__ __forceinline__ Piece piece_of(const Stored& codes, float scale) {
+    Piece piece = {};
+#pragma unroll
+    for (int w = 0; w < PIECE / 4; ++w) {
+        float x[4];
+        numbers_of(x, codes.word[w]);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            constexpr int PER_WORD = 4 / sizeof(ELEMENT);
+            ELEMENT y;
+            from_float(y, x[i] * scale);
+            piece.word[(4 * w + i) / PER_WORD] |= bits_of(y) << i % PER_WORD * 16;
+        }
+    }
+    return piece;
+}
+#else
+using Row = ELEMENT;
+using Stored = Piece;
+
+__device__ __forceinline__ const Piece& piece_of(const Stored& piece, float) { return piece; }
+#endif
+
 struct Keys {
-    Piece piece[2][KEY_CHUNKS];
+    Stored piece[2][KEY_CHUNKS];
+    float scale[2];  // with STORAGE
 };
 
 struct Values {
-    Piece piece[VALUE_CHUNKS][4];
+    Stored piece[VALUE_CHUNKS][4];
+    float scale[4];  // with STORAGE
 };
 
 struct Logits {
@@ -59,10 +102,6 @@ struct SplitShared {
     SplitState state[WARPS][ROWS];
     float sum[ROWS];
 };
-
-__device__ __forceinline__ unsigned bits_of(__half x) { return __half_as_ushort(x); }
-__device__ __forceinline__ unsigned bits_of(__nv_bfloat16 x) { return __bfloat16_as_ushort(x); }
-__device__ __forceinline__ unsigned bits_of(float x) { return __float_as_uint(x); }
 
 // Element `i` of a word, as an operand.
 template <typename T>
@@ -113,6 +152,50 @@ __device__ __forceinline__ void store_piece(ELEMENT* row, int number, const Piec
         if (number * PIECE + i < dim) row[number * PIECE + i] = elements[i];
 #endif
 }
+
+#if STORAGE
+template <int dim>
+__device__ __forceinline__ Stored load_stored(const Row* row, int number, bool exists) {
+    const Row* source = row + number * PIECE;
+    Stored codes = {};
+#if VECTOR
+    const bool inside = exists && (dim % (8 * PIECE) == 0 || number * PIECE < dim);
+    if constexpr (PIECE == 8) {
+        const uint2 words = load_8(source, inside);
+        codes.word[0] = words.x;
+        codes.word[PIECE / 4 - 1] = words.y;
+    } else {
+        codes.word[0] = load_4(source, inside);
+    }
+#else
+#pragma unroll
+    for (int i = 0; i < PIECE; ++i)
+        if (exists && number * PIECE + i < dim) codes.word[i / 4] |= static_cast<unsigned>(source[i]) << i % 4 * 8;
+#endif
+    return codes;
+}
+
+template <int dim>
+__device__ __forceinline__ void store_stored(Row* row, int number, const Stored& codes) {
+#if VECTOR
+    if (number * PIECE < dim) reinterpret_cast<Stored*>(row)[number] = codes;
+#else
+#pragma unroll
+    for (int i = 0; i < PIECE; ++i)
+        if (number * PIECE + i < dim) row[number * PIECE + i] = static_cast<Row>(codes.word[i / 4] >> i % 4 * 8);
+#endif
+}
+#else
+template <int dim>
+__device__ __forceinline__ Stored load_stored(const Row* row, int number, bool exists) {
+    return load_piece<dim>(row, number, exists);
+}
+
+template <int dim>
+__device__ __forceinline__ void store_stored(Row* row, int number, const Stored& piece) {
+    store_piece<dim>(row, number, piece);
+}
+#endif
 
 // ---- MMA ----
 __device__ __forceinline__ void multiply_words(float* c, const unsigned (&a)[4], const unsigned (&b)[2], const float*) {
@@ -176,9 +259,9 @@ __device__ __forceinline__ void load_keys(Keys& keys, const RowOf& row_of) {
     const int lane = threadIdx.x & 31;
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
-        const ELEMENT* row = row_of(8 * n + lane / 4);
+        const Row* row = row_of(8 * n + lane / 4);
 #pragma unroll
-        for (int c = 0; c < KEY_CHUNKS; ++c) keys.piece[n][c] = load_piece<HEAD_DIM>(row, 4 * c + lane % 4, true);
+        for (int c = 0; c < KEY_CHUNKS; ++c) keys.piece[n][c] = load_stored<HEAD_DIM>(row, 4 * c + lane % 4, true);
     }
 }
 
@@ -190,10 +273,22 @@ __device__ __forceinline__ void load_values(Values& values, const RowOf& row_of)
     const int lane = threadIdx.x & 31;
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-        const ELEMENT* row = row_of(value_key(k));
+        const Row* row = row_of(value_key(k));
 #pragma unroll
-        for (int c = 0; c < VALUE_CHUNKS; ++c) values.piece[c][k] = load_piece<VALUE_DIM>(row, 8 * c + lane / 4, true);
+        for (int c = 0; c < VALUE_CHUNKS; ++c) values.piece[c][k] = load_stored<VALUE_DIM>(row, 8 * c + lane / 4, true);
     }
+}
+
+// With STORAGE, the scales of the rows of a step: scale_of(key of the step).
+template <typename ScaleOf>
+__device__ __forceinline__ void load_scales(Keys& keys, const ScaleOf& scale_of) {
+#pragma unroll
+    for (int n = 0; n < 2; ++n) keys.scale[n] = STORAGE ? scale_of(8 * n + (threadIdx.x & 31) / 4) : 1.0f;
+}
+template <typename ScaleOf>
+__device__ __forceinline__ void load_scales(Values& values, const ScaleOf& scale_of) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) values.scale[k] = STORAGE ? scale_of(value_key(k)) : 1.0f;
 }
 
 // The key of a step to read in place of key `i`: itself if it is `wanted`, else the first wanted one (key 0 if none
@@ -207,9 +302,11 @@ __device__ __forceinline__ void only_seen(Values& values, unsigned seen) {
     if (seen == (1u << STEP) - 1) return;
 #pragma unroll
     for (int k = 0; k < 4; ++k)
-        if (!(seen >> value_key(k) & 1))
+        if (!(seen >> value_key(k) & 1)) {
+            if (STORAGE) values.scale[k] = 0.0f;
 #pragma unroll
             for (int c = 0; c < VALUE_CHUNKS; ++c) values.piece[c][k] = {};
+        }
 }
 
 // s = q . k^T
@@ -221,14 +318,15 @@ __device__ __forceinline__ void score_keys(Logits& s, const SplitShared& shared,
     for (int c = 0; c < KEY_CHUNKS; ++c) {
         const Piece low = shared.query[c][0][lane];
         const Piece high = ROW_TILES == 2 ? shared.query[c][ROW_TILES - 1][lane] : Piece{};
+        const Piece key[2] = {piece_of(keys.piece[0][c], keys.scale[0]), piece_of(keys.piece[1][c], keys.scale[1])};
 #pragma unroll
         for (int step = 0; step < 2; ++step) {
             const unsigned a[4] = {low.word[2 * step], high.word[2 * step], low.word[2 * step + 1],
                                    high.word[2 * step + 1]};
 #pragma unroll
             for (int n = 0; n < 2; ++n) {
-                const unsigned b[2] = {operand_word(keys.piece[n][c].word[2 * step], TYPE),
-                                       operand_word(keys.piece[n][c].word[2 * step + 1], TYPE)};
+                const unsigned b[2] = {operand_word(key[n].word[2 * step], TYPE),
+                                       operand_word(key[n].word[2 * step + 1], TYPE)};
                 multiply_words(s.x + 4 * n, a, b, TYPE);
             }
         }
@@ -285,10 +383,11 @@ struct WarpState {
 #pragma unroll
             for (int n = 0; n < 2; ++n)  // 8 keys each: 2t is k = t of the operands, 2t + 1 is k = t + 4
 #pragma unroll
-                for (int c = 0; c < VALUE_CHUNKS; ++c)
+                for (int c = 0; c < VALUE_CHUNKS; ++c) {
+                    const Piece even = piece_of(values.piece[c][2 * n], values.scale[2 * n]);
+                    const Piece odd = piece_of(values.piece[c][2 * n + 1], values.scale[2 * n + 1]);
 #pragma unroll
                     for (int i = 0; i < PIECE / 2; ++i) {
-                        const Piece &even = values.piece[c][2 * n], &odd = values.piece[c][2 * n + 1];
                         const unsigned a[4] = {
                             operand_word(even.word[2 * i], TYPE), operand_word(even.word[2 * i + 1], TYPE),
                             operand_word(odd.word[2 * i], TYPE), operand_word(odd.word[2 * i + 1], TYPE)};
@@ -299,6 +398,7 @@ struct WarpState {
                             multiply_rows(o[c * (PIECE / 2) + i][r], a, b, r, rows);
                         }
                     }
+                }
         } else {
             unsigned b[ROW_TILES][2];
 #pragma unroll
@@ -311,10 +411,12 @@ struct WarpState {
                     b[r][n] = bits_of(first) | bits_of(second) << 16;
                 }
 #pragma unroll
-            for (int c = 0; c < VALUE_CHUNKS; ++c)
+            for (int c = 0; c < VALUE_CHUNKS; ++c) {
+                Piece key[4];
+#pragma unroll
+                for (int k = 0; k < 4; ++k) key[k] = piece_of(values.piece[c][k], values.scale[k]);
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {  // a word holds two dims of a key, but an operand two keys of a dim
-                    const Piece (&key)[4] = values.piece[c];
                     const unsigned a[4] = {__byte_perm(key[0].word[i], key[1].word[i], 0x5410),
                                            __byte_perm(key[0].word[i], key[1].word[i], 0x7632),
                                            __byte_perm(key[2].word[i], key[3].word[i], 0x5410),
@@ -322,6 +424,7 @@ struct WarpState {
 #pragma unroll
                     for (int r = 0; r < ROW_TILES; ++r) multiply_rows(o[c * (PIECE / 2) + i][r], a, b[r], r, rows);
                 }
+            }
         }
     }
 

@@ -29,7 +29,7 @@
 // tokens take no step.
 //
 // Prelude: that of decode/cache_state.cuh, ROWS = HEADS * TOKENS, MIN_BLOCKS, ATTEND (0: there are no queries), CLUSTER,
-// TOKENS, PLANNED (0: TOKENS is 1; 1: ATTEND is).
+// TOKENS, PLANNED (0: TOKENS is 1; 1: ATTEND is), STORAGE.
 #include "decode/cache_state.cuh"
 
 constexpr int HEADS = ROWS / TOKENS;
@@ -43,7 +43,10 @@ static_assert(PIECES <= THREADS, "a piece a thread");
 
 struct StepShared {
     SplitShared split;
-    Piece token[PLANNED ? MAX_TOKENS : 1][PIECES];  // of each token its key, then its value
+    Stored token[PLANNED ? MAX_TOKENS : 1][PIECES];  // of each token its key, then its value
+#if STORAGE
+    float scale[PLANNED ? MAX_TOKENS : 1][2];  // likewise
+#endif
 #if PLANNED
     Change changes[MAX_TOKENS];
 #endif
@@ -80,7 +83,8 @@ __device__ void change_state(const StepParams& p, const Head& head, const Change
 // The rows of `tokens` tokens on their way to shared memory, a piece per thread and token.
 template <int tokens>
 struct TokenRows {
-    Piece piece[tokens];
+    Stored piece[tokens];
+    float scale;  // with STORAGE, of token threadIdx.x / 2
 
     __device__ __forceinline__ TokenRows(const Head& head, int count) {
         const int i = threadIdx.x;
@@ -88,8 +92,13 @@ struct TokenRows {
         for (int k = 0; k < tokens; ++k) {
             const bool exists = tokens == 1 || k < count;
             const int token = tokens == 1 ? head.p.token : exists ? k : 0;
-            piece[k] = i < KEY_PIECES ? load_piece<HEAD_DIM>(head.new_key(token), i, exists)
-                                      : load_piece<VALUE_DIM>(head.new_value(token), i - KEY_PIECES, exists && i < PIECES);
+            piece[k] = i < KEY_PIECES
+                ? load_stored<HEAD_DIM>(head.new_key(token), i, exists)
+                : load_stored<VALUE_DIM>(head.new_value(token), i - KEY_PIECES, exists && i < PIECES);
+        }
+        if (STORAGE && i < 2 * tokens && (tokens == 1 || i / 2 < count)) {
+            const long long row = head.new_row(tokens == 1 ? head.p.token : i / 2);
+            scale = i % 2 == 0 ? head.p.new_key_scale[row] : head.p.new_value_scale[row];
         }
     }
 
@@ -98,6 +107,9 @@ struct TokenRows {
 #pragma unroll
         for (int k = 0; k < tokens; ++k)
             if (threadIdx.x < PIECES) shared.token[k][threadIdx.x] = piece[k];
+#if STORAGE
+        if (threadIdx.x < 2 * tokens) shared.scale[threadIdx.x / 2][threadIdx.x % 2] = scale;
+#endif
     }
 };
 
@@ -105,9 +117,12 @@ struct TokenRows {
 __device__ __forceinline__ void store_token(const StepShared& shared, int token, const Head& head, int slot) {
     const int i = threadIdx.x;
     if (i < KEY_PIECES)
-        store_piece<HEAD_DIM>(head.key_of(slot), i, shared.token[token][i]);
+        store_stored<HEAD_DIM>(head.key_of(slot), i, shared.token[token][i]);
     else if (i < PIECES)
-        store_piece<VALUE_DIM>(head.value_of(slot), i - KEY_PIECES, shared.token[token][i]);
+        store_stored<VALUE_DIM>(head.value_of(slot), i - KEY_PIECES, shared.token[token][i]);
+#if STORAGE
+    if (i < 2) (i == 0 ? head.p.key_scale : head.p.value_scale)[head.row(slot)] = shared.scale[token][i];
+#endif
 }
 
 // A token's rows replace those of key `number` of a step.
@@ -115,18 +130,26 @@ __device__ __forceinline__ void take_key(Keys& keys, const StepShared& shared, i
     const int lane = threadIdx.x & 31;
 #pragma unroll
     for (int n = 0; n < 2; ++n)
-        if (8 * n + lane / 4 == number)
+        if (8 * n + lane / 4 == number) {
 #pragma unroll
             for (int c = 0; c < KEY_CHUNKS; ++c) keys.piece[n][c] = shared.token[token][4 * c + lane % 4];
+#if STORAGE
+            keys.scale[n] = shared.scale[token][0];
+#endif
+        }
 }
 
 __device__ __forceinline__ void take_value(Values& values, const StepShared& shared, int token, int number) {
     const int lane = threadIdx.x & 31;
 #pragma unroll
     for (int k = 0; k < 4; ++k)
-        if (value_key(k) == number)
+        if (value_key(k) == number) {
 #pragma unroll
             for (int c = 0; c < VALUE_CHUNKS; ++c) values.piece[c][k] = shared.token[token][KEY_PIECES + 8 * c + lane / 4];
+#if STORAGE
+            values.scale[k] = shared.scale[token][1];
+#endif
+        }
 }
 
 #if PLANNED
@@ -255,13 +278,19 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) deco
         // Its slots in bounds; at first all that exist.
         unsigned seen = next_slot < end ? ~0u >> (32 - min(STEP, end - next_slot)) : 0;
         const auto slot_to_read = [&](int i) { return min(next_slot + key_to_read(i, seen), end - 1); };
-        const auto key_at = [&](int i) { return head.key_of(slot_to_read(i)); };
-        const auto value_at = [&](int i) { return head.value_of(slot_to_read(i)); };
+        const auto take_next_keys = [&](Keys& keys) {
+            load_keys(keys, [&](int i) { return head.key_of(slot_to_read(i)); });
+            load_scales(keys, [&](int i) { return p.key_scale[head.row(slot_to_read(i))]; });
+        };
+        const auto take_next_values = [&](Values& values) {
+            load_values(values, [&](int i) { return head.value_of(slot_to_read(i)); });
+            load_scales(values, [&](int i) { return p.value_scale[head.row(slot_to_read(i))]; });
+        };
         const auto slot_at = [&](int base) { return Slot(head, base + lane, lane < STEP ? end : 0); };
         Slot slot = slot_at(first), following = slot_at(first + STRIDE);
         if (TOGETHER) {
-            load_keys(keys, key_at);
-            load_values(values, value_at);
+            take_next_keys(keys);
+            take_next_values(values);
         }
 #if PLANNED
         const Planned planned(p, shared, head, count);
@@ -275,7 +304,7 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) deco
             const Turns now = turns;
             const unsigned changes = planned.at(base);
             Logits s;
-            if (!TOGETHER) load_keys(keys, key_at);
+            if (!TOGETHER) take_next_keys(keys);
             // Tokens before `until` come into the slots of this step.
             unsigned left = changes;
             const auto take_keys = [&](int until) {
@@ -299,14 +328,14 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) deco
                 for (int i = 0; i < 8; ++i)
                     if (lane / 4 + 8 * fragment_row(i) >= t * HEADS) s.x[i] = other.x[i];
             }
-            if (!TOGETHER) load_values(values, value_at);
+            if (!TOGETHER) take_next_values(values);
             // As with one token.
             slot = following;
             following = slot_at(base + 2 * STRIDE);
             next_slot = base + STRIDE;
             turns = planned.turns(slot, base + STRIDE, end);
             seen = turns.seen();
-            if (TOGETHER) load_keys(keys, key_at);
+            if (TOGETHER) take_next_keys(keys);
             if (TOKENS == 1 || now.begins == 0) mask_logits(s, logit, now.seen_by(0), score);
             state.online_softmax(s);
             left = changes;
@@ -331,7 +360,7 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) deco
                     only_seen(values, now.seen_by(t));
                 }
             }
-            if (TOGETHER) load_values(values, value_at);
+            if (TOGETHER) take_next_values(values);
         }
 #else
         const auto arrive = [&](Slot& slot) {  // after the token's arrival: the mask of the step's slots
@@ -352,22 +381,22 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) deco
             const int taken = change.target - base;  // the key whose slot the token takes
             const bool here = taken >= 0 && taken < STEP;
             Logits s;
-            if (!TOGETHER) load_keys(keys, key_at);
+            if (!TOGETHER) take_next_keys(keys);
             if (here) take_key(keys, shared, 0, taken);
             score_keys(s, shared.split, keys);
-            if (!TOGETHER) load_values(values, value_at);
+            if (!TOGETHER) take_next_values(values);
             if (here) take_value(values, shared, 0, taken);
             // The next step's keys load while this step waits for its values; its values load during its QK MMA.
             slot = following;
             following = slot_at(base + 2 * STRIDE);
             next_slot = base + STRIDE;
             seen = arrive(slot);
-            if (TOGETHER) load_keys(keys, key_at);
+            if (TOGETHER) take_next_keys(keys);
             mask_logits(s, logit, now, score);
             state.online_softmax(s);
             only_seen(values, now);
             state.add(s, values);
-            if (TOGETHER) load_values(values, value_at);
+            if (TOGETHER) take_next_values(values);
         }
 #endif
         state.leave(shared.split);

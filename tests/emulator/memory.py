@@ -58,9 +58,9 @@ class Session:
         return region
 
     # ---- arrays made by the host code ----
-    def made(self, array: Any, pointer: int, size: int, name: str, initialised: bool = False) -> None:
+    def made(self, array: Any, pointer: int, size: int, name: str, item: int, initialised: bool = False) -> None:
         driver = build.driver()
-        region = driver.add_region(pointer, size, name, True, None)
+        region = driver.add_region(pointer, size, name, True, None, item)
         if initialised:
             driver.initialise_region(region)
         self._made.append(region)
@@ -101,22 +101,22 @@ class WatchedLibrary:
         return getattr(self._inner, name)
 
     def empty(self, shape: tuple[int, ...], dtype: str, device: Any) -> Any:
-        array = self._inner.empty(shape, dtype, device)
-        size = int(np.prod(shape)) * numpy_dtype(dtype).itemsize
+        array, item = self._inner.empty(shape, dtype, device), numpy_dtype(dtype).itemsize
+        size = int(np.prod(shape)) * item
         if size:
             memory = np.ctypeslib.as_array((np.ctypeslib.ctypes.c_uint8 * size).from_address(self.pointer(array)))
             memory[:] = 0xff if "float" in dtype else 0xab
-            self._session.made(array, self.pointer(array), size, f"an array {shape} {dtype}")
+            self._session.made(array, self.pointer(array), size, f"an array {shape} {dtype}", item)
         return array
 
     def allocator(self, shape: tuple[int, ...], dtype: str, device: Any) -> Callable[[], Any]:
         return functools.partial(self.empty, shape, dtype, device)
 
     def full(self, shape: tuple[int, ...], value: Any, dtype: str, device: Any) -> Any:
-        array = self._inner.full(shape, value, dtype, device)
-        size = int(np.prod(shape)) * numpy_dtype(dtype).itemsize
+        array, item = self._inner.full(shape, value, dtype, device), numpy_dtype(dtype).itemsize
+        size = int(np.prod(shape)) * item
         if size:
-            self._session.made(array, self.pointer(array), size, f"an array {shape} {dtype}", initialised=True)
+            self._session.made(array, self.pointer(array), size, f"an array {shape} {dtype}", item, initialised=True)
         return array
 
     def describe(self, array: Any, name: str) -> Operand:

@@ -12,6 +12,12 @@ inline uint4 load_16(const void* global, bool exists) {
     return exists ? *static_cast<const uint4*>(global) : uint4{0, 0, 0, 0};
 }
 
+// ld.global.v2.u32 and ld.global.u32
+inline uint2 load_8(const void* global, bool exists) {
+    return exists ? *static_cast<const uint2*>(global) : uint2{0, 0};
+}
+inline unsigned load_4(const void* global, bool exists) { return exists ? *static_cast<const unsigned*>(global) : 0; }
+
 // From the beginning of dynamic shared memory on, in which everything lies that is asked for.
 inline unsigned shared_address(const void* shared) {
     return static_cast<unsigned>(static_cast<const unsigned char*>(shared) - shared_memory);

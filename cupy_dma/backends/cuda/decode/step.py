@@ -12,6 +12,9 @@ attends from all of them, with the blocks of a single token, so that results do 
 Where a tile of the tensor cores has no room for the query heads of all tokens, there are more launches of the step.
 Where it has none for two tokens, each token takes a launch without a plan. A call that does not commit always has a
 plan. A call of several tokens without queries is one launch, of the plan.
+
+A cache with rows of 8 bits takes one launch more, ahead of these: ``kernels/decode/round_rows.cu`` makes codes of the
+new rows.
 """
 from __future__ import annotations
 
@@ -43,6 +46,7 @@ STEPS = 8  # the most tokens of a call; MAX_TOKENS of the kernels
 CLUSTER, CLUSTER_WARPS, CLUSTER_STEPS = 8, 8, 3  # blocks of a cluster, warps of such a block, and its BLOCK_STEPS
 CANDIDATE_WORDS, PLAN_WORDS = 6, 52  # of struct Candidate and struct Plan
 PLAN_WARPS = 8  # of a block of the plan
+STORAGE = {"int8": 1, "fp8": 2}  # of kernels/decode/row_codes.cuh
 
 
 @dataclass(frozen=True)
@@ -55,11 +59,13 @@ class StepConfig(SplitConfig):
     slots: bool = False  # whether the call's sequences are some of the cache's
     planned: bool = False  # whether a plan says what the tokens change
     tokens: int = 1  # that a launch attends from; ``rows`` are those of all of them
+    storage: int = 0  # of rows (``STORAGE``), 0 = as they are given
 
     def shared_bytes(self, num_splits: int) -> int:
         """``struct StepShared`` and the weights."""
-        pieces = 16 // ELEMENT_BYTES[self.element]
-        token = 16 * (4 * blocks(self.head_dim, 4 * pieces) + 8 * blocks(self.value_dim, 8 * pieces))
+        pieces = 16 // ELEMENT_BYTES[self.element]  # numbers of a piece
+        token = (4 * blocks(self.head_dim, 4 * pieces) + 8 * blocks(self.value_dim, 8 * pieces)) * (
+            pieces if self.storage else 16) + (8 if self.storage else 0)
         tokens = STEPS * (token + 24) if self.planned else token
         found = self.cluster * (4 * self.rows * (self.value_dim + 2) + 24) + 16 if self.cluster > 1 else 0
         return super().shared_bytes(num_splits) + tokens + found + 24 * self.warps + 32
@@ -72,6 +78,16 @@ class PlanConfig(SplitConfig):
     ragged: bool
     slots: bool
     delay: bool = False
+    storage: int = 0
+
+
+@dataclass(frozen=True)
+class RoundConfig(jit.Config):
+    source = "decode/round_rows.cu"
+    element: str
+    head_dim: int
+    value_dim: int
+    storage: int
 
 
 @dataclass(frozen=True)
@@ -89,7 +105,7 @@ class SplitPlan:
 
 def serves(state: CacheState, call: ExtendCall) -> bool:
     """Whether ``step`` supports the call: few tokens per sequence, and a type that the kernels support."""
-    return call.cu_seqlens is None and 1 <= call.length <= STEPS and state.key.dtype in ELEMENTS
+    return call.cu_seqlens is None and 1 <= call.length <= STEPS and state.dtype in ELEMENTS
 
 
 def step(runtime: Runtime, state: CacheState, call: ExtendCall) -> tuple[Any, Any]:
@@ -110,32 +126,43 @@ def step(runtime: Runtime, state: CacheState, call: ExtendCall) -> tuple[Any, An
         return out, lse
     group = heads // state.kv_heads
     if state.segments is None:
-        plan = split((batch, state.kv_heads, state.rows, state.head_dim), state.value_dim, group, state.key.dtype,
+        plan = split((batch, state.kv_heads, state.rows, state.head_dim), state.value_dim, group, state.dtype,
                      runtime.num_sms(index), runtime.hopper(index))
     else:
         plan = _split_segments(state, group, runtime.num_sms(index))
     tokens = tokens_of_launch(length, plan.rows, plan.sets, state) if query is not None else length
     some, ragged = call.slots is not None, state.segments is not None
     planned = tokens > 1 or not call.commits or some and ragged
-    operands = (call.key, call.value) if query is None else (query, call.key, call.value)
-    kind = ELEMENTS[state.key.dtype], state.head_dim, state.value_dim, rows_aligned(*operands)
+    storage = STORAGE.get(state.storage, 0)
+    operands = [] if query is None else [query]
+    operands += [call.key, call.value] if not storage else []
+    kind = ELEMENTS[state.dtype], state.head_dim, state.value_dim, rows_aligned(*operands) and (
+        not storage or not (state.head_dim | state.value_dim) % (16 // ELEMENT_BYTES[ELEMENTS[state.dtype]]))
     fixed, scratch = _fixed(state, plan, heads, batch, tokens, planned)
     fields = {**fixed, **_moving(call)}
+    codes = _codes(state, call) if storage else None
+    if codes is not None:
+        fields |= codes.fields
+        scratch += codes.arrays
     if out is not None:
         fields["out"] = library.pointer(out)
     if lse is not None:
         fields["lse"] = library.pointer(lse)
     pack, stream = jit.params("decode/step.cu", "StepParams").pack_some, library.stream(device)
     with runtime.on(device):
+        if codes is not None:
+            _round_kernel(runtime, index, *kind[:3], storage).launch(
+                blocks(2 * batch * length * state.kv_heads, 4), 128, jit.params("decode/round_rows.cu", "RoundParams").pack_some(
+                    codes.params), stream)
         if planned:
-            _plan_kernel(runtime, index, *kind, query is not None, ragged, some).launch(
+            _plan_kernel(runtime, index, *kind, query is not None, ragged, some, storage).launch(
                 batch * state.kv_heads, 32 * PLAN_WARPS, pack(fields), stream)
         if query is not None or not planned:
             rows = plan.rows * (tokens if planned else 1)
             kernel = _kernel(runtime, index, plan.num_splits, *kind, rows, plan.warps, call.softcap > 0.0,
-                             min_blocks(state.head_dim, state.value_dim, state.key.dtype, rows, plan.cluster),
+                             min_blocks(state.head_dim, state.value_dim, state.dtype, rows, plan.cluster),
                              query is not None, plan.cluster, call.bias_delay > 0 or not call.is_biased, ragged, some,
-                             planned, tokens)
+                             planned, tokens, storage)
             for token in range(0, length, tokens):
                 kernel.launch(plan.grid, 32 * plan.warps, pack(fields, {"token": token}), stream)
     del scratch  # a captured step needs it until here
@@ -145,9 +172,9 @@ def step(runtime: Runtime, state: CacheState, call: ExtendCall) -> tuple[Any, An
 def tokens_of_launch(length: int, rows: int, sets: int, state: CacheState) -> int:
     """From how many of a call's ``length`` tokens a launch attends: a power of 2, so that there are few kernels. Rows
     of more than 512 bytes leave no registers for several."""
-    row_bytes = max(state.head_dim, state.value_dim) * ELEMENT_BYTES[ELEMENTS[state.key.dtype]]
+    row_bytes = max(state.head_dim, state.value_dim) * ELEMENT_BYTES[ELEMENTS[state.dtype]]
     fitting = 1 if sets > 1 or row_bytes > 2 * ROW_BYTES else max_rows(
-        state.head_dim, state.value_dim, state.key.dtype) // rows
+        state.head_dim, state.value_dim, state.dtype) // rows
     return next(n for n in (1, 2, 4, 8) if n >= length or 2 * n > fitting)
 
 
@@ -172,8 +199,8 @@ def _split_segments(state: CacheState, group: int, num_sms: int) -> SplitPlan:
     found = state.workspace.get(("split", group))
     if found is None:
         assert state.segments is not None
-        rows, sets = rows_of_group(group, state.head_dim, state.value_dim, state.key.dtype)
-        sizes, fitting = state.segments.sizes, min_blocks(state.head_dim, state.value_dim, state.key.dtype, rows)
+        rows, sets = rows_of_group(group, state.head_dim, state.value_dim, state.dtype)
+        sizes, fitting = state.segments.sizes, min_blocks(state.head_dim, state.value_dim, state.dtype, rows)
         size = choose_split_size(sizes, sets, num_sms * fitting)
         found = SplitPlan(rows=rows, sets=sets, num_splits=blocks(max(sizes), size), split_size=size,
                           grid=sets * sum(blocks(each, size) for each in sizes), warps=WARPS, cluster=1)
@@ -198,19 +225,60 @@ def cluster_split_size(slots: int) -> int:
 @functools.cache  # keyed by fields, which hash faster than a configuration
 def _kernel(runtime: Runtime, index: int, num_splits: int, element: str, head_dim: int, value_dim: int, vector: bool,
             rows: int, warps: int, softcap: bool, min_blocks: int, attend: bool, cluster: int,
-            delay: bool, ragged: bool, slots: bool = False, planned: bool = False, tokens: int = 1) -> LoadedKernel:
+            delay: bool, ragged: bool, slots: bool = False, planned: bool = False, tokens: int = 1,
+            storage: int = 0) -> LoadedKernel:
     config = StepConfig(element=element, head_dim=head_dim, value_dim=value_dim, vector=vector, rows=rows, warps=warps,
                         softcap=softcap, min_blocks=min_blocks, attend=attend, cluster=cluster, delay=delay,
-                        ragged=ragged, slots=slots, planned=planned, tokens=tokens)
+                        ragged=ragged, slots=slots, planned=planned, tokens=tokens, storage=storage)
     return runtime.load(config, "decode_step", index, config.shared_bytes(num_splits))
 
 
 @functools.cache
 def _plan_kernel(runtime: Runtime, index: int, element: str, head_dim: int, value_dim: int, vector: bool, attend: bool,
-                 ragged: bool, slots: bool) -> LoadedKernel:
+                 ragged: bool, slots: bool, storage: int) -> LoadedKernel:
     return runtime.load(PlanConfig(
         element=element, head_dim=head_dim, value_dim=value_dim, vector=vector, rows=1, warps=PLAN_WARPS, softcap=False,
-        min_blocks=1, attend=attend, ragged=ragged, slots=slots), "decode_plan", index)
+        min_blocks=1, attend=attend, ragged=ragged, slots=slots, storage=storage), "decode_plan", index)
+
+
+@functools.cache
+def _round_kernel(runtime: Runtime, index: int, element: str, head_dim: int, value_dim: int,
+                  storage: int) -> LoadedKernel:
+    return runtime.load(RoundConfig(element, head_dim, value_dim, storage), "round_rows", index)
+
+
+@dataclass
+class _Codes:
+    """Codes and scales of a call's new rows."""
+
+    arrays: list[Operand]
+    params: dict[str, Any]  # of the kernel that makes them
+    fields: dict[str, Any]  # of those that read them
+
+
+def _codes(state: CacheState, call: ExtendCall) -> _Codes:
+    """Their arrays are kept with the state, unless a capture makes them."""
+    key, value, name = call.key, call.value, f"codes {call.batch} {call.length}"
+    rows, widths = call.batch * call.length * state.kv_heads, (state.head_dim, state.value_dim)
+    ends = [blocks(rows * width, 16) * 16 for width in widths]  # of keys and of values
+    arrays = [state.workspace.get(f"{name} {which}") for which in ("rows", "scales")]
+    if None in arrays:
+        arrays = [_made(state, f"{name} rows", sum(ends), "uint8"), _made(state, f"{name} scales", 2 * rows)]
+        if not state.library.is_capturing(state.device):
+            state.workspace.update({array.name: array for array in arrays})
+    codes, scales = (array.pointer for array in arrays)
+    pointers = codes, codes + ends[0], scales, scales + 4 * rows
+    made = dict(zip(("key_codes", "value_codes", "key_scale", "value_scale"), pointers))
+    fields: dict[str, Any] = dict(zip(("new_key", "new_value", "new_key_scale", "new_value_scale"), pointers))
+    strides: dict[str, int] = {}
+    for which, operand, width in (("key", key, widths[0]), ("value", value, widths[1])):
+        strides |= dict(zip((f"{which}_batch", f"{which}_row", f"{which}_head"), operand.strides))
+        fields |= {f"{which}_batch": call.length * state.kv_heads * width, f"{which}_row": state.kv_heads * width,
+                   f"{which}_head": width}
+    assert state.key_scale is not None and state.value_scale is not None
+    fields |= {"key_scale": state.key_scale.pointer, "value_scale": state.value_scale.pointer}
+    return _Codes(arrays, {"key": key.pointer, "value": value.pointer, "rows": rows, "length": call.length,
+                           "kv_heads": state.kv_heads, **made, **strides}, fields)
 
 
 def _fixed(state: CacheState, plan: SplitPlan, heads: int, batch: int, tokens: int,
@@ -264,10 +332,9 @@ def _segments(state: CacheState, plan: SplitPlan, name: Any) -> Operand:
     return library.describe(found, f"{name} segments")
 
 
-def _made(state: CacheState, name: str, size: int) -> Operand:
-    """An array of 4-byte words."""
+def _made(state: CacheState, name: str, size: int, dtype: str = "int32") -> Operand:
     library = state.library
-    return library.describe(library.empty((max(size, 2),), "int32", state.device), name)
+    return library.describe(library.empty((max(size, 2),), dtype, state.device), name)
 
 
 def _moving(call: ExtendCall) -> dict[str, Any]:
