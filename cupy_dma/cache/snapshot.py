@@ -76,7 +76,8 @@ def forget(state: CacheState, sequences: Any = None) -> None:
     for operand, value in ((state.positions, -1), (state.in_top, 0), (state.lengths, 0), (state.free, 0),
                            (state.lowest, -state.each_window)):
         if sequences is not None:
-            chosen = sequences if operand.name not in state.per_row or state.segments is None else sequences[owners(state)]
+            is_flat = operand.name in state.per_row and state.segments is not None
+            chosen = sequences[owners(state)] if is_flat else sequences
             chosen = chosen.reshape(-1, *(1,) * (operand.ndim - 1))
             value = xp.where(chosen, value, operand.array)
         writes.append((operand.array, value))
@@ -137,8 +138,8 @@ def load(state: CacheState, saved: dict[str, Any]) -> None:
     elif state.segments is not None and tuple(chain(*saved[SIZES])) != state.segments.sizes:
         raise ValueError(f"saved must be of a cache with as many rows per sequence and kv head, "
                          f"{state.segments.sizes[:16]}, got {saved[SIZES]}")
-    arrays = {name: _as_here(getattr(state, name), saved[name], f"saved[{name!r}]", lead if name in state.per_row else ())
-              for name in state.saved}
+    arrays = {name: _as_here(getattr(state, name), saved[name], f"saved[{name!r}]",
+                             lead if name in state.per_row else ()) for name in state.saved}
     found = state.having(arrays)
     copy_rows(refreshed(_needed_first(found) if lead else found), state)
 

@@ -4,7 +4,7 @@ A row is rounded once, when its token comes, and every query, its own included, 
 returns does not depend on how tokens are split into calls. Which rows are kept depends on scores alone, and these are
 not rounded.
 
-    scale = max |x| / largest        code = x / scale, rounded to nearest even        read: code * scale, in the call's type
+    scale = max |x| / largest      code = x / scale, rounded to nearest even      read: code * scale, in the call's type
 
 - ``int8``: ``largest`` is 127, and no number is off by more than ``max |x| / 254``.
 - ``fp8``, E4M3 with the bits of ``torch.float8_e4m3fn``: ``largest`` is 448, and ``x`` is off by at most ``|x| / 16``

@@ -128,7 +128,8 @@ def _announced(argument: Any, session: Session) -> Any:
         for kept in list(argument.workspace.values()):
             if isinstance(kept, Operand):
                 session.operand(kept, writable=True)
-        changed = {name: session.operand(getattr(argument, name), writable=True) for name in (*argument.arrays, "tickets")}
+        names = (*argument.arrays, "tickets")
+        changed = {name: session.operand(getattr(argument, name), writable=True) for name in names}
         segments = argument.segments and replace(argument.segments, count=session.operand(argument.segments.count),
                                                  start=session.operand(argument.segments.start))
         return argument.having({**changed, "segments": segments})

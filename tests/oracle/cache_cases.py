@@ -74,7 +74,7 @@ class History:
                  "value": normal(b, n, g, self.value_dim or self.head_dim),
                  "scores": draw_scores(self.scores, (b, g, n), rng)}
         storage = self.options.get("storage")
-        return found if storage is None else {**found, **{name: stored(found[name], storage) for name in ("key", "value")}}
+        return found if storage is None else found | {name: stored(found[name], storage) for name in ("key", "value")}
 
     @cached_property
     def mask(self) -> np.ndarray:

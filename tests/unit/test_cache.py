@@ -18,7 +18,8 @@ from tests.unit.test_arrays import Producer
 
 BESIDES = [(0, 0), (2, 0), (0, 3), (2, 3)]  # sinks and recent
 EIGHT_BITS = [History(dtype=dtype, sinks=1, recent=2, value_dim=12, window=window, options={"storage": storage})
-              for dtype, window in (("float16", 6), ("bfloat16", (3, 9)), ("float32", 6)) for storage in ("int8", "fp8")]
+              for dtype, window in (("float16", 6), ("bfloat16", (3, 9)), ("float32", 6))
+              for storage in ("int8", "fp8")]
 EXACT = History(length=24, batch=1, heads=2, kv_heads=1, dtype="float64", window=5)
 # Delays around the window, the pieces and the whole history; scores of -inf hide keys from far queries only.
 DELAYED = [History(bias_delay=delay, sinks=1, recent=2, scores=scores)

@@ -191,6 +191,15 @@ def decoding() -> list[jit.Config]:
                   for ragged in (False, True)]
         found.append(step.StepConfig(*common, slots, 1, slots=True))  # of one token
         found.append(step.PlanConfig(*common[:4], 1, step.PLAN_WARPS, False, 1, size > 64, slots, size == 33))
+    for storage, dtype, size, rows, tokens in ((1, "bfloat16", 128, 4, 1), (2, "float16", 128, 16, 4),
+                                               (2, "bfloat16", 64, 8, 1), (1, "float16", 256, 8, 1),
+                                               (2, "float32", 128, 4, 1), (2, "bfloat16", 33, 2, 2)):
+        element, vector = configs.ELEMENTS[dtype], size % 8 == 0
+        common = (element, size, size, vector, rows, split.WARPS, False,
+                  split.min_blocks(size, size, dtype, rows, 1, storage))
+        found += [step.StepConfig(*common, True, 1, planned=tokens > 1, tokens=tokens, storage=storage),
+                  step.PlanConfig(*common[:4], 1, step.PLAN_WARPS, False, 1, False, False, False, storage=storage),
+                  step.RoundConfig(element, size, size, storage)]
     return found
 
 

@@ -36,6 +36,7 @@ from cupy_dma.backends.cuda.attention.split import (
     min_blocks,
     rows_of_group,
 )
+from cupy_dma.backends.cuda.decode.codes import STORAGE, codes_of, made
 from cupy_dma.backends.cuda.runtime import jit
 from cupy_dma.backends.cuda.runtime.configs import ELEMENT_BYTES, ELEMENTS, blocks
 from cupy_dma.backends.cuda.runtime.device import LoadedKernel, Runtime
@@ -46,7 +47,6 @@ STEPS = 8  # the most tokens of a call; MAX_TOKENS of the kernels
 CLUSTER, CLUSTER_WARPS, CLUSTER_STEPS = 8, 8, 3  # blocks of a cluster, warps of such a block, and its BLOCK_STEPS
 CANDIDATE_WORDS, PLAN_WORDS = 6, 52  # of struct Candidate and struct Plan
 PLAN_WARPS = 8  # of a block of the plan
-STORAGE = {"int8": 1, "fp8": 2}  # of kernels/decode/row_codes.cuh
 
 
 @dataclass(frozen=True)
@@ -79,15 +79,6 @@ class PlanConfig(SplitConfig):
     slots: bool
     delay: bool = False
     storage: int = 0
-
-
-@dataclass(frozen=True)
-class RoundConfig(jit.Config):
-    source = "decode/round_rows.cu"
-    element: str
-    head_dim: int
-    value_dim: int
-    storage: int
 
 
 @dataclass(frozen=True)
@@ -124,23 +115,22 @@ def step(runtime: Runtime, state: CacheState, call: ExtendCall) -> tuple[Any, An
             lse = library.empty((batch, heads, length), "float32", device)
     if batch == 0 or not call.commits and query is None:
         return out, lse
-    group = heads // state.kv_heads
+    group, storage = heads // state.kv_heads, STORAGE.get(state.storage, 0)
     if state.segments is None:
         plan = split((batch, state.kv_heads, state.rows, state.head_dim), state.value_dim, group, state.dtype,
-                     runtime.num_sms(index), runtime.hopper(index))
+                     runtime.num_sms(index), runtime.hopper(index), storage)
     else:
         plan = _split_segments(state, group, runtime.num_sms(index))
     tokens = tokens_of_launch(length, plan.rows, plan.sets, state) if query is not None else length
     some, ragged = call.slots is not None, state.segments is not None
     planned = tokens > 1 or not call.commits or some and ragged
-    storage = STORAGE.get(state.storage, 0)
     operands = [] if query is None else [query]
     operands += [call.key, call.value] if not storage else []
     kind = ELEMENTS[state.dtype], state.head_dim, state.value_dim, rows_aligned(*operands) and (
         not storage or not (state.head_dim | state.value_dim) % (16 // ELEMENT_BYTES[ELEMENTS[state.dtype]]))
     fixed, scratch = _fixed(state, plan, heads, batch, tokens, planned)
     fields = {**fixed, **_moving(call)}
-    codes = _codes(state, call) if storage else None
+    codes = codes_of(state, call) if storage else None
     if codes is not None:
         fields |= codes.fields
         scratch += codes.arrays
@@ -151,16 +141,14 @@ def step(runtime: Runtime, state: CacheState, call: ExtendCall) -> tuple[Any, An
     pack, stream = jit.params("decode/step.cu", "StepParams").pack_some, library.stream(device)
     with runtime.on(device):
         if codes is not None:
-            _round_kernel(runtime, index, *kind[:3], storage).launch(
-                blocks(2 * batch * length * state.kv_heads, 4), 128, jit.params("decode/round_rows.cu", "RoundParams").pack_some(
-                    codes.params), stream)
+            codes.make(runtime, index, *kind[:3], storage, stream)
         if planned:
             _plan_kernel(runtime, index, *kind, query is not None, ragged, some, storage).launch(
                 batch * state.kv_heads, 32 * PLAN_WARPS, pack(fields), stream)
         if query is not None or not planned:
             rows = plan.rows * (tokens if planned else 1)
             kernel = _kernel(runtime, index, plan.num_splits, *kind, rows, plan.warps, call.softcap > 0.0,
-                             min_blocks(state.head_dim, state.value_dim, state.dtype, rows, plan.cluster),
+                             min_blocks(state.head_dim, state.value_dim, state.dtype, rows, plan.cluster, storage),
                              query is not None, plan.cluster, call.bias_delay > 0 or not call.is_biased, ragged, some,
                              planned, tokens, storage)
             for token in range(0, length, tokens):
@@ -180,13 +168,14 @@ def tokens_of_launch(length: int, rows: int, sets: int, state: CacheState) -> in
 
 @functools.lru_cache(maxsize=1024)
 def split(shape: tuple[int, int, int, int], value_dim: int, group: int, dtype: str, num_sms: int,
-          clusters: bool) -> SplitPlan:
+          clusters: bool, storage: int = 0) -> SplitPlan:
     """The blocks of a step for keys ``(B, Hkv, R, D)`` and GQA groups of ``group`` query heads; in ``clusters``, if the
     GPU has them and there are few heads."""
     batch, kv_heads, slots, head_dim = shape
     rows, sets = rows_of_group(group, head_dim, value_dim, dtype)
     tiles = batch * kv_heads * sets
-    num_splits, split_size = choose_splits(tiles, slots, num_sms * min_blocks(head_dim, value_dim, dtype, rows))
+    resident = num_sms * min_blocks(head_dim, value_dim, dtype, rows, 1, storage)
+    num_splits, split_size = choose_splits(tiles, slots, resident)
     if clusters and sets == 1 and clusters_pay(tiles, slots, num_splits, split_size, num_sms):
         return SplitPlan(rows=rows, sets=sets, num_splits=CLUSTER, split_size=cluster_split_size(slots),
                          grid=tiles * CLUSTER, warps=CLUSTER_WARPS, cluster=CLUSTER)
@@ -200,7 +189,8 @@ def _split_segments(state: CacheState, group: int, num_sms: int) -> SplitPlan:
     if found is None:
         assert state.segments is not None
         rows, sets = rows_of_group(group, state.head_dim, state.value_dim, state.dtype)
-        sizes, fitting = state.segments.sizes, min_blocks(state.head_dim, state.value_dim, state.dtype, rows)
+        sizes, fitting = state.segments.sizes, min_blocks(state.head_dim, state.value_dim, state.dtype, rows, 1,
+                                                          STORAGE.get(state.storage, 0))
         size = choose_split_size(sizes, sets, num_sms * fitting)
         found = SplitPlan(rows=rows, sets=sets, num_splits=blocks(max(sizes), size), split_size=size,
                           grid=sets * sum(blocks(each, size) for each in sizes), warps=WARPS, cluster=1)
@@ -241,46 +231,6 @@ def _plan_kernel(runtime: Runtime, index: int, element: str, head_dim: int, valu
         min_blocks=1, attend=attend, ragged=ragged, slots=slots, storage=storage), "decode_plan", index)
 
 
-@functools.cache
-def _round_kernel(runtime: Runtime, index: int, element: str, head_dim: int, value_dim: int,
-                  storage: int) -> LoadedKernel:
-    return runtime.load(RoundConfig(element, head_dim, value_dim, storage), "round_rows", index)
-
-
-@dataclass
-class _Codes:
-    """Codes and scales of a call's new rows."""
-
-    arrays: list[Operand]
-    params: dict[str, Any]  # of the kernel that makes them
-    fields: dict[str, Any]  # of those that read them
-
-
-def _codes(state: CacheState, call: ExtendCall) -> _Codes:
-    """Their arrays are kept with the state, unless a capture makes them."""
-    key, value, name = call.key, call.value, f"codes {call.batch} {call.length}"
-    rows, widths = call.batch * call.length * state.kv_heads, (state.head_dim, state.value_dim)
-    ends = [blocks(rows * width, 16) * 16 for width in widths]  # of keys and of values
-    arrays = [state.workspace.get(f"{name} {which}") for which in ("rows", "scales")]
-    if None in arrays:
-        arrays = [_made(state, f"{name} rows", sum(ends), "uint8"), _made(state, f"{name} scales", 2 * rows)]
-        if not state.library.is_capturing(state.device):
-            state.workspace.update({array.name: array for array in arrays})
-    codes, scales = (array.pointer for array in arrays)
-    pointers = codes, codes + ends[0], scales, scales + 4 * rows
-    made = dict(zip(("key_codes", "value_codes", "key_scale", "value_scale"), pointers))
-    fields: dict[str, Any] = dict(zip(("new_key", "new_value", "new_key_scale", "new_value_scale"), pointers))
-    strides: dict[str, int] = {}
-    for which, operand, width in (("key", key, widths[0]), ("value", value, widths[1])):
-        strides |= dict(zip((f"{which}_batch", f"{which}_row", f"{which}_head"), operand.strides))
-        fields |= {f"{which}_batch": call.length * state.kv_heads * width, f"{which}_row": state.kv_heads * width,
-                   f"{which}_head": width}
-    assert state.key_scale is not None and state.value_scale is not None
-    fields |= {"key_scale": state.key_scale.pointer, "value_scale": state.value_scale.pointer}
-    return _Codes(arrays, {"key": key.pointer, "value": value.pointer, "rows": rows, "length": call.length,
-                           "kv_heads": state.kv_heads, **made, **strides}, fields)
-
-
 def _fixed(state: CacheState, plan: SplitPlan, heads: int, batch: int, tokens: int,
            planned: bool) -> tuple[dict[str, Any], list[Operand]]:
     """Parameters that are the same at every such step of this state; kept with it, and the arrays that they point to.
@@ -298,7 +248,7 @@ def _fixed(state: CacheState, plan: SplitPlan, heads: int, batch: int, tokens: i
             sizes["plans"] = PLAN_WORDS * batch * state.kv_heads
         else:
             sizes["candidates"] = CANDIDATE_WORDS * splits
-        arrays = {key: _made(state, f"{name} {key}", size) for key, size in sizes.items() if heads or not planned}
+        arrays = {key: made(state, f"{name} {key}", size) for key, size in sizes.items() if heads or not planned}
         segments = {}
         if state.segments is not None:
             arrays["segments"] = _segments(state, plan, name)
@@ -330,11 +280,6 @@ def _segments(state: CacheState, plan: SplitPlan, name: Any) -> Operand:
         for column, values in enumerate((start[pair], slots[pair], pair, (end - each)[pair])):
             found[:, column] = values
     return library.describe(found, f"{name} segments")
-
-
-def _made(state: CacheState, name: str, size: int, dtype: str = "int32") -> Operand:
-    library = state.library
-    return library.describe(library.empty((max(size, 2),), dtype, state.device), name)
 
 
 def _moving(call: ExtendCall) -> dict[str, Any]:
