@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from cupy_dma.arrays import Library
+from cupy_dma.arrays import Library, Operand
 from cupy_dma.cache.state import CacheState, ExtendCall
 from cupy_dma.calls.head_dims import movable
 
@@ -29,7 +29,7 @@ LARGEST = {"int8": 127.0, "fp8": 448.0}
 _ROUND = 1.5 * 2**23  # added and subtracted: a float32 below 2**22 becomes the nearest whole number
 
 
-def checked(storage: Any, dtype: str) -> str | None:
+def storage_of(storage: Any, dtype: str = "") -> str | None:
     """The argument ``storage`` of a cache for calls of type ``dtype``."""
     if storage is None or isinstance(storage, str) and storage in CODES:
         if storage and dtype == "float64":
@@ -42,7 +42,8 @@ def rounded(state: CacheState, call: ExtendCall) -> ExtendCall:
     """The call with the rows that the cache will read, and their codes."""
     if state.storage is None or call.stored is not None:
         return call
-    library, found = state.library, {}
+    library = state.library
+    found: dict[str, Operand] = {}
     for name in ("key", "value"):
         codes, scale = encoded(library, getattr(call, name).array, state.storage)
         found |= {name: library.operand(codes, name), f"{name}_scale": library.operand(scale, f"{name}_scale")}

@@ -211,7 +211,7 @@ class DynamicMaskAttention(ScoredLayer):
     # ---- decoding ---------------------------------------------------------------------------------------------------
 
     def make_cache(self, batch: int, *, dtype: torch.dtype | None = None,
-                   device: torch.device | str | int | None = None) -> DynamicCache:
+                   device: torch.device | str | int | None = None, storage: str | None = None) -> DynamicCache:
         """An empty cache of ``batch`` sequences for ``extend``, with the layer's sizes and options.
 
         Parameters
@@ -221,6 +221,8 @@ class DynamicMaskAttention(ScoredLayer):
             Type of queries, keys and values; default: under autocast its type, otherwise that of the parameters.
         device
             Default: that of the parameters.
+        storage : "int8" or "fp8", optional
+            Keep rows in 8 bits per number, as for ``cupy_dma.DynamicCache``.
 
         Raises
         ------
@@ -232,7 +234,7 @@ class DynamicMaskAttention(ScoredLayer):
         like = next(self.parameters()).new_empty(0, device=device)
         kind = cast(like)[0].dtype if dtype is None else dtype
         return DynamicCache(batch, self.kv_heads, self.window, self.head_dim, dtype=kind, like=like, sinks=self.sinks,
-                            recent=self.recent, backend=self.backend)
+                            recent=self.recent, storage=storage, backend=self.backend)
 
     def extend(self, cache: DynamicCache, query: Tensor, key: Tensor, value: Tensor, *, x: Tensor | None = None,
                lengths: Tensor | None = None, cu_seqlens: Tensor | None = None, return_lse: bool = False,

@@ -11,7 +11,7 @@ is found out by the next ``update``.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from transformers.cache_utils import DynamicCache as FullCache
 
 from cupy_dma import checks
+from cupy_dma.cache.storage import storage_of
 from cupy_dma.masks.windows import Window
 from cupy_dma.transformers.budgets import budgets
 from cupy_dma.transformers.cache_layer import DynamicMaskLayer, broken, unreached
@@ -46,11 +47,13 @@ class DynamicMaskCache(Cache):
     slots : int, optional
         A fixed number of rows for texts that come and go: forward passes then name theirs, within ``at``, and
         ``reset(slots)`` empties some. ``ContinuousBatching`` is made of this. All layers must have dynamic masks.
+    storage : "int8" or "fp8", optional
+        Keep rows in 8 bits per number, as for ``cupy_dma.DynamicCache``.
 
     Raises
     ------
     ValueError
-        The configuration has no layer with a dynamic mask, or its layers are sliding windows, too.
+        The configuration has no layer with a dynamic mask, or its layers are sliding windows, too; ``storage`` is none.
 
     Notes
     -----
@@ -62,7 +65,8 @@ class DynamicMaskCache(Cache):
     has changed nothing.
     """
 
-    def __init__(self, config: Any, *, record_stops: bool = False, slots: int | None = None) -> None:
+    def __init__(self, config: Any, *, record_stops: bool = False, slots: int | None = None,
+                 storage: str | None = None) -> None:
         config = config.get_text_config(decoder=True)
         found = dynamic_layers(config)
         if not found:
@@ -70,11 +74,12 @@ class DynamicMaskCache(Cache):
                              f"{type(config).__name__} without any")
         if gated_layers(config):
             raise ValueError("config must be of a model that keeps a window: one with gates needs a GatedCache")
-        self._make_layers(config, lambda index: DynamicMaskLayer(record_stops, slots=slots), record_stops, slots)
+        self._make_layers(config, {}, record_stops, slots, storage)
 
-    def _make_layers(self, config: Any, make: Callable[[int], DynamicMaskLayer], record_stops: bool,
-                     slots: int | None) -> None:
+    def _make_layers(self, config: Any, capacity: Mapping[int, Window | None], record_stops: bool,
+                     slots: int | None, storage: str | None) -> None:
         found, self.slots = dynamic_layers(config), slots
+        storage_of(storage)
         if slots is not None:
             checks.whole(slots, "slots", 1)
             if record_stops:
@@ -85,8 +90,8 @@ class DynamicMaskCache(Cache):
         layers = FullCache(config=config).layers
         # Older versions of transformers have none for the last layers if these reuse others' keys and values.
         layers += [DynamicLayer() for _ in range(config.num_hidden_layers - len(layers))]
-        super().__init__(layers=[make(index) if index in found else layer
-                                 for index, layer in enumerate(layers)])
+        super().__init__(layers=[DynamicMaskLayer(record_stops, capacity.get(index), slots, storage) if index in found
+                                 else layer for index, layer in enumerate(layers)])
         self._forget_calls()
 
     def stops(self) -> list[Tensor | None]:
@@ -251,7 +256,7 @@ class GatedCache(DynamicMaskCache):
         The most open keys that a kv head keeps, as for ``cupy_dma.GatedCache``: those with the highest logits, the
         newest first among equal ones. Then rows never grow, and ``DecodingStep`` takes the cache. By default that of
         the configuration, if it has one (``convert(..., capacity=...)``).
-    record_stops, slots
+    record_stops, slots, storage
         As for ``DynamicMaskCache``; slots need a capacity.
 
     Raises
@@ -266,7 +271,7 @@ class GatedCache(DynamicMaskCache):
     """
 
     def __init__(self, config: Any, *, capacity: Any = None, record_stops: bool = False,
-                 slots: int | None = None) -> None:
+                 slots: int | None = None, storage: str | None = None) -> None:
         config = config.get_text_config(decoder=True)
         gated = gated_layers(config)
         if not gated:
@@ -277,7 +282,7 @@ class GatedCache(DynamicMaskCache):
             each = dict(zip(gated, budgets(capacity, "capacity", list(gated), [None] * len(gated))))
         elif slots is not None and any(how.capacity is None for how in gated.values()):
             raise ValueError("capacity must be given with slots, whose rows cannot grow")
-        self._make_layers(config, lambda index: DynamicMaskLayer(record_stops, each[index], slots), record_stops, slots)
+        self._make_layers(config, each, record_stops, slots, storage)
 
 
 def cache_argument(model: Any) -> str:

@@ -22,13 +22,14 @@ class DynamicMaskLayer(CacheLayerMixin):
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, record_stops: bool = False, capacity: Window | None = None, slots: int | None = None) -> None:
+    def __init__(self, record_stops: bool = False, capacity: Window | None = None, slots: int | None = None,
+                 storage: str | None = None) -> None:
         """``capacity``: of layers with gates, as for ``cupy_dma.GatedCache``; by default the layer's own. ``slots``:
         how many rows it has, whatever the batch of a call (``DynamicMaskCache.at``)."""
         super().__init__()
         self.record_past = False
         self.at: At | None = None  # where the tokens of the current calls belong
-        self._options = record_stops, capacity, slots
+        self._options = record_stops, capacity, slots, storage
         self._parts: list[CroppableCache] = []
         self._length = 0  # tokens so far, padding included, as transformers counts
         self._announced = 0  # tokens of an ``update`` that have not reached the cache

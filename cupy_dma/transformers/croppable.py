@@ -42,12 +42,13 @@ class CroppableCache:
     """Every method that raises has changed nothing."""
 
     def __init__(self, key: Tensor, value: Tensor, how: DynamicMask | GateMask, record_stops: bool = False,
-                 capacity: Window | None = None, slots: int | None = None) -> None:
+                 capacity: Window | None = None, slots: int | None = None, storage: str | None = None) -> None:
         """A cache without tokens, for ``key (B, L, Hkv, D)`` and ``value (B, L, Hkv, Dv)``. ``capacity``: in place of
         that of a ``GateMask``; ``slots``: of ``B``."""
         batch, _, heads, size = key.shape
         batch = slots or batch
-        options: dict[str, Any] = {"like": key, "sinks": how.sinks, "record_stops": record_stops}
+        options: dict[str, Any] = {"like": key, "sinks": how.sinks, "record_stops": record_stops,
+                                   "storage": storage}
         self.store: Store
         if isinstance(how, GateMask):
             self.store = GatedCache(batch, heads, size, value.shape[3], delay=how.delay, threshold=how.threshold,

@@ -18,12 +18,12 @@ IDLE = ("pad_token_id", "bos_token_id", "decoder_start_token_id", "use_cache", "
 
 def generate_batch(model: Any, inputs: Sequence[Sequence[int] | Tensor], generation_config: Any = None,
                    record_timestamps: bool = False, *, max_new_tokens: int | None = None, slots: int = 32,
-                   chunk: int = 256, cuda_graphs: bool = True) -> dict[str, Request]:
+                   chunk: int = 256, storage: str | None = None, cuda_graphs: bool = True) -> dict[str, Request]:
     """Generate for each of the prompts, ``slots`` at a time.
 
     Parameters
     ----------
-    model, slots, chunk, cuda_graphs
+    model, slots, chunk, storage, cuda_graphs
         As for ``ContinuousBatching``.
     inputs : sequence of prompts
         Each one or more ints, or an int Tensor ``(N,)``.
@@ -58,7 +58,8 @@ def generate_batch(model: Any, inputs: Sequence[Sequence[int] | Tensor], generat
     copies = config.num_return_sequences or 1
     if not inputs:
         return {}
-    batching = ContinuousBatching(model, slots=min(slots, len(inputs) * copies), chunk=chunk, cuda_graphs=cuda_graphs)
+    batching = ContinuousBatching(model, slots=min(slots, len(inputs) * copies), chunk=chunk, storage=storage,
+                                  cuda_graphs=cuda_graphs)
     limit = config.max_new_tokens if max_new_tokens is None else max_new_tokens
     requests = []
     for number, prompt in enumerate(inputs):

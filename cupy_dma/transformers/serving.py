@@ -61,6 +61,8 @@ class ContinuousBatching:
         Tokens of a prompt in a step. Longer chunks prefill faster, and the others' tokens wait longer for them.
     queue_size : int, optional
         The most requests that may wait for a slot. By default any number.
+    storage : "int8" or "fp8", optional
+        Keep rows in 8 bits per number, as for ``cupy_dma.DynamicCache``.
     cuda_graphs : bool
         False: run the model without CUDA graphs, if it cannot be captured.
 
@@ -78,12 +80,12 @@ class ContinuousBatching:
     """
 
     def __init__(self, model: Any, *, slots: int = 32, chunk: int = 256, queue_size: int | None = None,
-                 cuda_graphs: bool = True) -> None:
+                 storage: str | None = None, cuda_graphs: bool = True) -> None:
         checks.whole(slots, "slots", 1)
         checks.whole(chunk, "chunk", 1)
         self._queue_size = None if queue_size is None else checks.whole(queue_size, "queue_size", 1)
         graphs = checks.flag(cuda_graphs, "cuda_graphs") and model.device.type == "cuda"
-        self._config, self._cache = model.config.get_text_config(decoder=True), self._made_cache(model, slots)
+        self._config, self._cache = model.config.get_text_config(decoder=True), self._made_cache(model, slots, storage)
         self._vocabulary = model.get_input_embeddings().num_embeddings
         self._decode = SlotPass(model, self._cache, slots, 1, graphs)
         self._prefill = SlotPass(model, self._cache, 1, chunk, graphs)
@@ -95,9 +97,9 @@ class ContinuousBatching:
         self._queue: deque[Request] = deque()
         self._lock, self._count = threading.RLock(), 0
 
-    def _made_cache(self, model: Any, slots: int) -> DynamicMaskCache:
+    def _made_cache(self, model: Any, slots: int, storage: str | None) -> DynamicMaskCache:
         config = checked_config(model)
-        return (GatedCache if gated_layers(config) else DynamicMaskCache)(config, slots=slots)
+        return (GatedCache if gated_layers(config) else DynamicMaskCache)(config, slots=slots, storage=storage)
 
     # ---- requests ---------------------------------------------------------------------------------------------------
 

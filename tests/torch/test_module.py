@@ -126,6 +126,16 @@ def test_extend_is_forward(options, dtype, pieces):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("storage", ["int8", "fp8"])
+def test_a_cache_of_8_bits(storage):
+    module, (q, k, v, _) = layer(dtype=torch.bfloat16), draw(torch.bfloat16, requires_grad=False)
+    cache, exact = module.make_cache(B, storage=storage), module.make_cache(B)
+    found, expected = (module.extend(x, q, k, v).float() for x in (cache, exact))
+    assert cache.storage == storage and cache.memory_bytes < exact.memory_bytes
+    assert 0 < (found - expected).norm() < (0.03 if storage == "int8" else 0.1) * expected.norm()
+
+
+@torch.no_grad()
 def test_extend_takes_what_the_cache_takes():
     module, (q, k, v, _) = layer(sinks=1), draw(torch.float32, requires_grad=False)
     lengths, bounds = torch.tensor([6, 9]), torch.tensor([0, 6, 15])

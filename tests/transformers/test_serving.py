@@ -81,6 +81,24 @@ def test_each_text_as_if_alone(make):
     right(model, found.values(), 12)
 
 
+@pytest.mark.parametrize("storage", ["int8", "fp8"])
+@pytest.mark.parametrize(("options", "kind"), [
+    ({"window": 16, "sinks": 1, "recent": 3}, dmt.DynamicMaskCache),
+    ({"policy": "gate", "delay": 6, "capacity": [[3, 9]]}, dmt.GatedCache)], ids=["window", "gates"])
+def test_rows_of_8_bits(options, kind, storage):
+    model = converted("llama", **options)
+    found = dmt.generate_batch(model, prompts_of(), max_new_tokens=12, slots=3, chunk=16, storage=storage)
+    argument, differs = dmt.cache_argument(model), 0
+    for request in found.values():
+        cache = kind(model.config, storage=storage)
+        assert request.generated_tokens == alone(model, request.prompt_ids, 12, **{argument: cache})
+        assert {store.storage for layer in cache.layers for store in layer.stores} == {storage}
+        differs += request.generated_tokens != alone(model, request.prompt_ids, 12)
+    assert differs
+    with pytest.raises(ValueError, match="storage must be None, 'int8' or 'fp8', got 'fp4'"):
+        kind(model.config, storage="fp4")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, (_, converts) in every_model.recorded()[1].items()
                                   if name in every_model.NAMES and (converts == "works" or name == "doge")])

@@ -89,8 +89,8 @@ FAULTS = [
           "keys.scale[n] = shared.scale[token][0];", "", "codes[int8]"),
     Fault("the token's value is read with the scale of the slot's old one", "decode/step.cu",
           "values.scale[k] = shared.scale[token][1];", "", "codes[int8]"),
-    Fault("the scale of a token's value is not stored", "decode/step.cu", "if (i < 2) (i == 0 ?", "if (i < 1) (i == 0 ?",
-          "codes[int8]"),
+    Fault("the scale of a token's value is not stored", "decode/step.cu", "if (i < 2) (i == 0 ?",
+          "if (i < 1) (i == 0 ?", "codes[int8]"),
     Fault("nor is it without queries", "decode/plan.cu",
           "p.value_scale[head.row(slot)] = p.new_value_scale[head.new_row(t)];", "", "codes[int8]"),
     # ---- commits ----

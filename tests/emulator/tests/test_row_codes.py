@@ -50,7 +50,7 @@ def test_codes_and_scales(case, storage):
                 # Both read the same rows: the order of sums differs, and their rounding.
                 np.testing.assert_allclose(ours, theirs, rtol=0.02, atol=0.02 * np.nanmax(abs(theirs), initial=1))
         begin += n
-    assert kept_rows(cache) == kept_rows(expected)
+        assert kept_rows(cache) == kept_rows(expected)
 
 
 def kept_rows(cache) -> list[dict[int, tuple[bytes, ...]]]:

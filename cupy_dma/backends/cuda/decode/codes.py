@@ -11,7 +11,7 @@ from cupy_dma.backends.cuda.runtime.configs import blocks
 from cupy_dma.backends.cuda.runtime.device import LoadedKernel, Runtime
 from cupy_dma.cache.state import CacheState, ExtendCall
 
-STORAGE = {"int8": 1, "fp8": 2}  # of kernels/decode/row_codes.cuh
+STORAGE = {None: 0, "int8": 1, "fp8": 2}  # of kernels/decode/row_codes.cuh
 WARPS = 4  # of a block, a row each
 
 
@@ -49,11 +49,10 @@ def codes_of(state: CacheState, call: ExtendCall) -> Codes:
     key, value, name = call.key, call.value, f"codes {call.batch} {call.length}"
     rows, widths = call.batch * call.length * state.kv_heads, (state.head_dim, state.value_dim)
     ends = [blocks(rows * width, 16) * 16 for width in widths]  # of keys and of values
-    arrays = [state.workspace.get(f"{name} {which}") for which in ("rows", "scales")]
-    if None in arrays:
-        arrays = [made(state, f"{name} rows", sum(ends), "uint8"), made(state, f"{name} scales", 2 * rows)]
-        if not state.library.is_capturing(state.device):
-            state.workspace.update({array.name: array for array in arrays})
+    kept: list[Operand] = [state.workspace[name + x] for x in (" rows", " scales") if name + x in state.workspace]
+    arrays = kept or [made(state, name + " rows", sum(ends), "uint8"), made(state, name + " scales", 2 * rows)]
+    if not kept and not state.library.is_capturing(state.device):
+        state.workspace.update({array.name: array for array in arrays})
     codes, scales = (array.pointer for array in arrays)
     pointers = codes, codes + ends[0], scales, scales + 4 * rows
     targets = dict(zip(("key_codes", "value_codes", "key_scale", "value_scale"), pointers))

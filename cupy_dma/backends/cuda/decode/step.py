@@ -115,7 +115,7 @@ def step(runtime: Runtime, state: CacheState, call: ExtendCall) -> tuple[Any, An
             lse = library.empty((batch, heads, length), "float32", device)
     if batch == 0 or not call.commits and query is None:
         return out, lse
-    group, storage = heads // state.kv_heads, STORAGE.get(state.storage, 0)
+    group, storage = heads // state.kv_heads, STORAGE[state.storage]
     if state.segments is None:
         plan = split((batch, state.kv_heads, state.rows, state.head_dim), state.value_dim, group, state.dtype,
                      runtime.num_sms(index), runtime.hopper(index), storage)
@@ -190,7 +190,7 @@ def _split_segments(state: CacheState, group: int, num_sms: int) -> SplitPlan:
         assert state.segments is not None
         rows, sets = rows_of_group(group, state.head_dim, state.value_dim, state.dtype)
         sizes, fitting = state.segments.sizes, min_blocks(state.head_dim, state.value_dim, state.dtype, rows, 1,
-                                                          STORAGE.get(state.storage, 0))
+                                                          STORAGE[state.storage])
         size = choose_split_size(sizes, sets, num_sms * fitting)
         found = SplitPlan(rows=rows, sets=sets, num_splits=blocks(max(sizes), size), split_size=size,
                           grid=sets * sum(blocks(each, size) for each in sizes), warps=WARPS, cluster=1)
