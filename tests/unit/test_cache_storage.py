@@ -65,6 +65,8 @@ def test_rows_of_zeros_and_rows_that_are_not_finite(storage, convert, rng):
         np.testing.assert_array_equal(convert.back(ours), theirs)
 
 
+@pytest.mark.feature("cuda numpy forward", "DynamicCache", "rows of 8 bits")
+@pytest.mark.feature("cuda numpy forward", "GatedCache", "rows of 8 bits")
 @pytest.mark.parametrize("storage", STORAGE)
 @pytest.mark.parametrize("case", [
     History(length=40, recent=2, sinks=1, dtype="float16"), History(window=(9, 3), value_dim=5, dtype="bfloat16"),
