@@ -108,7 +108,7 @@ class FullBatching(ContinuousBatching):
         self._rows = rows
         super().__init__(model, **options)
 
-    def _made_cache(self, model: Any, slots: int) -> Any:
+    def _made_cache(self, model: Any, slots: int, storage: str | None) -> Any:
         return StaticSlots(model, slots, self._rows)
 
 

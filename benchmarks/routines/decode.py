@@ -9,7 +9,8 @@ Ours. step: ``DynamicCache.extend`` by one token after the history, whose score 
 displaces a kept key (or fills a cache that is not yet full). replay and eager: wall time of one step and the wait for
 it, as a CUDA graph of that step alone and as a call; "queued_ms": among many that are queued. step unequal: as many
 rows, half of the kv heads with an eighth of w and half with the rest, as learned gates and budgets make them. step, n
-tokens: one call of n tokens a sequence.
+tokens: one call of n tokens a sequence. step, int8 and fp8 rows: of a cache with this ``storage``; keys and values are
+rounded to what it can store.
 stateless: ``dynamic_mask_attention`` from the scores on. prepared: ``attention`` with the interval mask given.
 kept_bytes: keys and values of the kept rows; cache_bytes: all arrays of a cache, or keys and values of the history.
 
@@ -30,7 +31,8 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -42,6 +44,8 @@ from benchmarks.harness.check import TokenCheck, best_keys, sampled_batch
 from benchmarks.harness.command import why_not
 from benchmarks.harness.pages import REPORTS
 from benchmarks.harness.suite import Case
+from cupy_dma.arrays import library_named
+from cupy_dma.cache.storage import decoded, encoded
 from cupy_dma.masks.windows import Window, each_head
 
 LAYERS = 20  # copies of a case's arrays, so that a graph of steps finds little of them in the L2 cache
@@ -103,21 +107,35 @@ class Benchmark(suite.Checked):
         self.rows.append(row)
 
     # ---- the cache ----
-    def filled(self, window: Window) -> Any:
+    @contextmanager
+    def rounded(self, storage: str | None) -> Iterator[None]:
+        """Keys and values that a cache with this ``storage`` reads as they are."""
+        before = self.key, self.value
+        if storage is not None:
+            library = library_named("torch")
+            self.key, self.value = (torch.stack([
+                decoded(library, *encoded(library, x, storage), str(x.dtype).removeprefix("torch."))
+                for x in rows]) for rows in before)
+        yield
+        self.key, self.value = before
+
+    def filled(self, window: Window, storage: str | None = None) -> Any:
         """A cache that has seen all tokens but the last."""
         case, end = self.case, self.case.key_length - 1
-        cache = dma.DynamicCache(case.batch, case.kv_heads, window, case.head_dim, dtype=self.key.dtype, like=self.key)
+        cache = dma.DynamicCache(case.batch, case.kv_heads, window, case.head_dim, dtype=self.key.dtype, like=self.key,
+                                 storage=storage)
         for begin in range(0, end, CHUNK):
             piece = slice(begin, min(begin + CHUNK, end))
             cache.update(self.key[:, piece], self.value[:, piece], self.scores[:, :, piece])
         return cache
 
-    def step(self, window: Window, several: Sequence[int] = ()) -> None:
+    def step(self, window: Window, several: Sequence[int] = (), storage: str | None = None) -> None:
         """Check the cache's step for the last token, then time steps that displace a kept key each; and calls of
         ``several`` tokens."""
         each = each_head(window, self.case.kv_heads)
         stage = f"step w{window}" if isinstance(window, int) else f"step unequal w{sum(each) // len(each)}"
-        cache = self.filled(window)
+        stage += f", {storage} rows" if storage else ""
+        cache = self.filled(window, storage)
         last = slice(self.case.key_length - 1, None)
         token = self.query, self.key[:, last], self.value[:, last], self.scores[:, :, last]
         before = cache.state_dict()
@@ -142,7 +160,8 @@ class Benchmark(suite.Checked):
         caches = [cache, *(cache.clone() for _ in range(self.layers(cache.memory_bytes) - 1))]
         calls = [partial(one.extend, *fresh, out=torch.empty_like(out)) for one in caches]
         kept = sum(min(size, self.case.key_length) for size in each)
-        row_bytes = (self.key.shape[-1] + self.value.shape[-1]) * self.key.element_size()
+        numbers = self.key.shape[-1] + self.value.shape[-1]
+        row_bytes = numbers + 8 if storage else numbers * self.key.element_size()
         self.record_calls("cupy_dma", stage, calls, cache_bytes=cache.memory_bytes,
                           kept_bytes=self.case.batch * kept * row_bytes)
         single, how = measure.captured(calls[0])
@@ -225,6 +244,9 @@ class Serving(Benchmark):
         self.step(window // 2)
         self.step(window, several=(2, 4, 8))
         self.step((window // 8,) * half + (2 * window - window // 8,) * half)
+        for storage in ("int8", "fp8"):
+            with self.rounded(storage):
+                self.step(window, storage=storage)
 
 
 class TooLarge(Serving):

@@ -245,7 +245,9 @@ def _steps() -> int:
                  History(dtype="float16", head_dim=16, value_dim=24, window=9, sinks=2, recent=3),
                  History(dtype="float16", head_dim=5, window=9, heads=12, kv_heads=1),
                  History(dtype="float16", head_dim=64, window=(90, 30), recent=3, length=100, batch=1, bias_delay=20),
-                 History(dtype="float32", head_dim=136, window=5, heads=20, kv_heads=1, length=12)]
+                 History(dtype="float32", head_dim=136, window=5, heads=20, kv_heads=1, length=12),
+                 History(dtype="bfloat16", head_dim=64, window=150, length=156, batch=1, options={"storage": "fp8"}),
+                 History(dtype="float16", head_dim=5, window=(9, 4), recent=2, options={"storage": "int8"})]
     for history in histories:
         cache, outs = history.cache(cupy.asarray), []
         for p in range(history.length):

@@ -197,7 +197,8 @@ def test_decode(smoke, tmp_path):
     assert value(full, "cupy_dma", "step w100 replay", "queued_ms") > 0
     assert value(serving, "cupy_dma", "step w16", "kept_bytes") == 3 * 2 * 16 * 2 * 16 * 2
     assert value(serving, "cupy_dma", "step unequal w32", "kept_bytes") == 3 * (4 + 60) * 2 * 16 * 2
-    assert all(serving["check"]["stages"][stage]["ok"] for stage in ("step unequal w32", "step w32, 4 tokens"))
+    assert all(serving["check"]["stages"][stage]["ok"] for stage in (
+        "step unequal w32", "step w32, 4 tokens", "step w32, fp8 rows", "step w32, int8 rows"))
     assert value(serving, "cupy_dma", "step w32, 8 tokens", "ms") > 0
     assert value(serving, "sdpa", "dense", "cache_bytes") == pages.history_bytes(serving)
     check_tables(result, "decode", tmp_path, "| 3, 4/2, 70 |", "original H2/1")

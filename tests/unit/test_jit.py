@@ -17,7 +17,7 @@ from cupy_dma.backends.cuda.attention import (
     split,
     tiles,
 )
-from cupy_dma.backends.cuda.decode import step
+from cupy_dma.backends.cuda.decode import codes, step
 from cupy_dma.backends.cuda.runtime import configs, jit, sums
 from cupy_dma.backends.cuda.runtime.params import Params
 from cupy_dma.backends.cuda.select import last_queries, prefix
@@ -198,9 +198,8 @@ def decoding() -> list[jit.Config]:
         common = (element, size, size, vector, rows, split.WARPS, False,
                   split.min_blocks(size, size, dtype, rows, 1, storage))
         found += [step.StepConfig(*common, True, 1, planned=tokens > 1, tokens=tokens, storage=storage),
-                  step.PlanConfig(*common[:4], 1, step.PLAN_WARPS, False, 1, False, False, False, storage=storage),
-                  step.RoundConfig(element, size, size, storage)]
-    return found
+                  codes.RoundConfig(element, size, size, storage)]
+    return [*found, step.PlanConfig(*common[:4], 1, step.PLAN_WARPS, False, 1, False, False, False, storage=2)]
 
 
 def clusters() -> list[jit.Config]:
