@@ -21,61 +21,18 @@
 // Prelude: ELEMENT, HEAD_DIM, VALUE_DIM, VECTOR (rows may be read a piece at a time), ROWS, WARPS, SOFTCAP; STORAGE (as in
 // decode/row_codes.cuh, or none).
 #pragma once
-#ifndef STORAGE
-#define STORAGE 0
-#endif
 #include "common/arch.cuh"
 #include "common/softmax.cuh"
-#if STORAGE
-#include "decode/row_codes.cuh"
-#endif
+#include "decode/pieces.cuh"
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int STEP = 16;
-constexpr int PIECE = 16 / sizeof(ELEMENT);
 constexpr int KEY_CHUNKS = (HEAD_DIM + 4 * PIECE - 1) / (4 * PIECE);     // loads of the lanes that share a key
 constexpr int VALUE_CHUNKS = (VALUE_DIM + 8 * PIECE - 1) / (8 * PIECE);  // loads of the lanes that share a value
 constexpr int ROW_TILES = ROWS > 8 ? 2 : 1;
 constexpr int VALUE_TILES = VALUE_CHUNKS * PIECE / 2;  // of 16 dims
 constexpr bool TOGETHER = 2 * KEY_CHUNKS + 4 * VALUE_CHUNKS <= 16;  // values are loaded before the QK MMA
 static_assert(ROWS <= 16, "a tile is one operand high");
-
-constexpr const ELEMENT* TYPE = nullptr;
-
-struct alignas(16) Piece {
-    unsigned word[4];
-};
-
-__device__ __forceinline__ unsigned bits_of(__half x) { return __half_as_ushort(x); }
-__device__ __forceinline__ unsigned bits_of(__nv_bfloat16 x) { return __bfloat16_as_ushort(x); }
-__device__ __forceinline__ unsigned bits_of(float x) { return __float_as_uint(x); }
-
-#if STORAGE
-using Row = unsigned char;
-using Stored = Codes<PIECE>;
-
-__device__ __forceinline__ Piece piece_of(const Stored& codes, float scale) {
-    Piece piece = {};
-#pragma unroll
-    for (int w = 0; w < PIECE / 4; ++w) {
-        float x[4];
-        numbers_of(x, codes.word[w]);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            constexpr int PER_WORD = 4 / sizeof(ELEMENT);
-            ELEMENT y;
-            from_float(y, x[i] * scale);
-            piece.word[(4 * w + i) / PER_WORD] |= bits_of(y) << i % PER_WORD * 16;
-        }
-    }
-    return piece;
-}
-#else
-using Row = ELEMENT;
-using Stored = Piece;
-
-__device__ __forceinline__ const Piece& piece_of(const Stored& piece, float) { return piece; }
-#endif
 
 struct Keys {
     Stored piece[2][KEY_CHUNKS];
@@ -121,81 +78,6 @@ __device__ __forceinline__ unsigned finite_word(unsigned word) {
         if (isfinite(element_of(word, i, TYPE))) kept |= (PER_WORD == 1 ? ~0u : 0xffffu) << 16 * i;
     return word & kept;
 }
-
-// Piece `number` of a row of `dim` elements; zeros past its end and if `exists` is false (nothing is read then).
-template <int dim>
-__device__ __forceinline__ Piece load_piece(const ELEMENT* row, int number, bool exists) {
-    const ELEMENT* source = row + number * PIECE;
-#if VECTOR
-    const uint4 words = load_16(source, exists && (dim % (8 * PIECE) == 0 || number * PIECE < dim));
-    return {words.x, words.y, words.z, words.w};
-#else
-    Piece piece = {};
-    constexpr int PER_WORD = 4 / sizeof(ELEMENT);
-#pragma unroll
-    for (int i = 0; i < PIECE; ++i)
-        if (exists && number * PIECE + i < dim)
-            piece.word[i / PER_WORD] |= bits_of(source[i]) << i % PER_WORD * 16;
-    return piece;
-#endif
-}
-
-// Writes the part of the piece that belongs to the row.
-template <int dim>
-__device__ __forceinline__ void store_piece(ELEMENT* row, int number, const Piece& piece) {
-#if VECTOR
-    if (number * PIECE < dim) reinterpret_cast<Piece*>(row)[number] = piece;
-#else
-    const ELEMENT* elements = reinterpret_cast<const ELEMENT*>(piece.word);
-#pragma unroll
-    for (int i = 0; i < PIECE; ++i)
-        if (number * PIECE + i < dim) row[number * PIECE + i] = elements[i];
-#endif
-}
-
-#if STORAGE
-template <int dim>
-__device__ __forceinline__ Stored load_stored(const Row* row, int number, bool exists) {
-    const Row* source = row + number * PIECE;
-    Stored codes = {};
-#if VECTOR
-    const bool inside = exists && (dim % (8 * PIECE) == 0 || number * PIECE < dim);
-    if constexpr (PIECE == 8) {
-        const uint2 words = load_8(source, inside);
-        codes.word[0] = words.x;
-        codes.word[PIECE / 4 - 1] = words.y;
-    } else {
-        codes.word[0] = load_4(source, inside);
-    }
-#else
-#pragma unroll
-    for (int i = 0; i < PIECE; ++i)
-        if (exists && number * PIECE + i < dim) codes.word[i / 4] |= static_cast<unsigned>(source[i]) << i % 4 * 8;
-#endif
-    return codes;
-}
-
-template <int dim>
-__device__ __forceinline__ void store_stored(Row* row, int number, const Stored& codes) {
-#if VECTOR
-    if (number * PIECE < dim) reinterpret_cast<Stored*>(row)[number] = codes;
-#else
-#pragma unroll
-    for (int i = 0; i < PIECE; ++i)
-        if (number * PIECE + i < dim) row[number * PIECE + i] = static_cast<Row>(codes.word[i / 4] >> i % 4 * 8);
-#endif
-}
-#else
-template <int dim>
-__device__ __forceinline__ Stored load_stored(const Row* row, int number, bool exists) {
-    return load_piece<dim>(row, number, exists);
-}
-
-template <int dim>
-__device__ __forceinline__ void store_stored(Row* row, int number, const Stored& piece) {
-    store_piece<dim>(row, number, piece);
-}
-#endif
 
 // ---- MMA ----
 __device__ __forceinline__ void multiply_words(float* c, const unsigned (&a)[4], const unsigned (&b)[2], const float*) {

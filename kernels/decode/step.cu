@@ -33,7 +33,6 @@
 #include "decode/cache_state.cuh"
 
 constexpr int HEADS = ROWS / TOKENS;
-
 // Of a row of the tile: its token of the launch, and its query head of the set.
 __device__ __forceinline__ int token_of(int row) { return TOKENS > 1 ? row / HEADS : 0; }
 __device__ __forceinline__ int head_of(int row) { return TOKENS > 1 ? row % HEADS : row; }
@@ -44,9 +43,7 @@ static_assert(PIECES <= THREADS, "a piece a thread");
 struct StepShared {
     SplitShared split;
     Stored token[PLANNED ? MAX_TOKENS : 1][PIECES];  // of each token its key, then its value
-#if STORAGE
-    float scale[PLANNED ? MAX_TOKENS : 1][2];  // likewise
-#endif
+    float scale[PLANNED ? MAX_TOKENS : 1][2];  // likewise, with STORAGE
 #if PLANNED
     Change changes[MAX_TOKENS];
 #endif
@@ -107,9 +104,7 @@ struct TokenRows {
 #pragma unroll
         for (int k = 0; k < tokens; ++k)
             if (threadIdx.x < PIECES) shared.token[k][threadIdx.x] = piece[k];
-#if STORAGE
-        if (threadIdx.x < 2 * tokens) shared.scale[threadIdx.x / 2][threadIdx.x % 2] = scale;
-#endif
+        if (STORAGE && threadIdx.x < 2 * tokens) shared.scale[threadIdx.x / 2][threadIdx.x % 2] = scale;
     }
 };
 
@@ -120,9 +115,7 @@ __device__ __forceinline__ void store_token(const StepShared& shared, int token,
         store_stored<HEAD_DIM>(head.key_of(slot), i, shared.token[token][i]);
     else if (i < PIECES)
         store_stored<VALUE_DIM>(head.value_of(slot), i - KEY_PIECES, shared.token[token][i]);
-#if STORAGE
-    if (i < 2) (i == 0 ? head.p.key_scale : head.p.value_scale)[head.row(slot)] = shared.scale[token][i];
-#endif
+    if (STORAGE && i < 2) (i == 0 ? head.p.key_scale : head.p.value_scale)[head.row(slot)] = shared.scale[token][i];
 }
 
 // A token's rows replace those of key `number` of a step.
@@ -133,9 +126,7 @@ __device__ __forceinline__ void take_key(Keys& keys, const StepShared& shared, i
         if (8 * n + lane / 4 == number) {
 #pragma unroll
             for (int c = 0; c < KEY_CHUNKS; ++c) keys.piece[n][c] = shared.token[token][4 * c + lane % 4];
-#if STORAGE
-            keys.scale[n] = shared.scale[token][0];
-#endif
+            if (STORAGE) keys.scale[n] = shared.scale[token][0];
         }
 }
 
@@ -146,9 +137,7 @@ __device__ __forceinline__ void take_value(Values& values, const StepShared& sha
         if (value_key(k) == number) {
 #pragma unroll
             for (int c = 0; c < VALUE_CHUNKS; ++c) values.piece[c][k] = shared.token[token][KEY_PIECES + 8 * c + lane / 4];
-#if STORAGE
-            values.scale[k] = shared.scale[token][1];
-#endif
+            if (STORAGE) values.scale[k] = shared.scale[token][1];
         }
 }
 

@@ -64,8 +64,8 @@ class StepConfig(SplitConfig):
     def shared_bytes(self, num_splits: int) -> int:
         """``struct StepShared`` and the weights."""
         pieces = 16 // ELEMENT_BYTES[self.element]  # numbers of a piece
-        token = (4 * blocks(self.head_dim, 4 * pieces) + 8 * blocks(self.value_dim, 8 * pieces)) * (
-            pieces if self.storage else 16) + (8 if self.storage else 0)
+        token = 8 + (4 * blocks(self.head_dim, 4 * pieces) + 8 * blocks(self.value_dim, 8 * pieces)) * (
+            pieces if self.storage else 16)
         tokens = STEPS * (token + 24) if self.planned else token
         found = self.cluster * (4 * self.rows * (self.value_dim + 2) + 24) + 16 if self.cluster > 1 else 0
         return super().shared_bytes(num_splits) + tokens + found + 24 * self.warps + 32

@@ -1,0 +1,123 @@
+// Pieces of rows: what a lane loads at a time, 16 bytes of ELEMENT. With STORAGE (decode/row_codes.cuh), rows of keys and
+// values are stored in 8 bits per number, as many numbers a piece; they become ELEMENT where they are used.
+//
+// Prelude: ELEMENT, VECTOR (rows may be read a piece at a time), STORAGE (0 if it is not there).
+#pragma once
+#ifndef STORAGE
+#define STORAGE 0
+#endif
+#include "common/arch.cuh"
+#if STORAGE
+#include "decode/row_codes.cuh"
+#endif
+
+constexpr int PIECE = 16 / sizeof(ELEMENT);
+constexpr const ELEMENT* TYPE = nullptr;
+
+struct alignas(16) Piece {
+    unsigned word[4];
+};
+
+__device__ __forceinline__ unsigned bits_of(__half x) { return __half_as_ushort(x); }
+__device__ __forceinline__ unsigned bits_of(__nv_bfloat16 x) { return __bfloat16_as_ushort(x); }
+__device__ __forceinline__ unsigned bits_of(float x) { return __float_as_uint(x); }
+
+// Piece `number` of a row of `dim` elements; zeros past its end and if `exists` is false (nothing is read then).
+template <int dim>
+__device__ __forceinline__ Piece load_piece(const ELEMENT* row, int number, bool exists) {
+    const ELEMENT* source = row + number * PIECE;
+#if VECTOR
+    const uint4 words = load_16(source, exists && (dim % (8 * PIECE) == 0 || number * PIECE < dim));
+    return {words.x, words.y, words.z, words.w};
+#else
+    Piece piece = {};
+    constexpr int PER_WORD = 4 / sizeof(ELEMENT);
+#pragma unroll
+    for (int i = 0; i < PIECE; ++i)
+        if (exists && number * PIECE + i < dim)
+            piece.word[i / PER_WORD] |= bits_of(source[i]) << i % PER_WORD * 16;
+    return piece;
+#endif
+}
+
+// Writes the part of the piece that belongs to the row.
+template <int dim>
+__device__ __forceinline__ void store_piece(ELEMENT* row, int number, const Piece& piece) {
+#if VECTOR
+    if (number * PIECE < dim) reinterpret_cast<Piece*>(row)[number] = piece;
+#else
+    const ELEMENT* elements = reinterpret_cast<const ELEMENT*>(piece.word);
+#pragma unroll
+    for (int i = 0; i < PIECE; ++i)
+        if (number * PIECE + i < dim) row[number * PIECE + i] = elements[i];
+#endif
+}
+
+#if STORAGE
+using Row = unsigned char;
+using Stored = Codes<PIECE>;
+
+__device__ __forceinline__ Piece piece_of(const Stored& codes, float scale) {
+    Piece piece = {};
+#pragma unroll
+    for (int w = 0; w < PIECE / 4; ++w) {
+        float x[4];
+        numbers_of(x, codes.word[w]);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            constexpr int PER_WORD = 4 / sizeof(ELEMENT);
+            ELEMENT y;
+            from_float(y, x[i] * scale);
+            piece.word[(4 * w + i) / PER_WORD] |= bits_of(y) << i % PER_WORD * 16;
+        }
+    }
+    return piece;
+}
+
+template <int dim>
+__device__ __forceinline__ Stored load_stored(const Row* row, int number, bool exists) {
+    const Row* source = row + number * PIECE;
+    Stored codes = {};
+#if VECTOR
+    const bool inside = exists && (dim % (8 * PIECE) == 0 || number * PIECE < dim);
+    if constexpr (PIECE == 8) {
+        const uint2 words = load_8(source, inside);
+        codes.word[0] = words.x;
+        codes.word[PIECE / 4 - 1] = words.y;
+    } else {
+        codes.word[0] = load_4(source, inside);
+    }
+#else
+#pragma unroll
+    for (int i = 0; i < PIECE; ++i)
+        if (exists && number * PIECE + i < dim) codes.word[i / 4] |= static_cast<unsigned>(source[i]) << i % 4 * 8;
+#endif
+    return codes;
+}
+
+template <int dim>
+__device__ __forceinline__ void store_stored(Row* row, int number, const Stored& codes) {
+#if VECTOR
+    if (number * PIECE < dim) reinterpret_cast<Stored*>(row)[number] = codes;
+#else
+#pragma unroll
+    for (int i = 0; i < PIECE; ++i)
+        if (number * PIECE + i < dim) row[number * PIECE + i] = static_cast<Row>(codes.word[i / 4] >> i % 4 * 8);
+#endif
+}
+#else
+using Row = ELEMENT;
+using Stored = Piece;
+
+__device__ __forceinline__ const Piece& piece_of(const Stored& piece, float) { return piece; }
+
+template <int dim>
+__device__ __forceinline__ Stored load_stored(const Row* row, int number, bool exists) {
+    return load_piece<dim>(row, number, exists);
+}
+
+template <int dim>
+__device__ __forceinline__ void store_stored(Row* row, int number, const Stored& piece) {
+    store_piece<dim>(row, number, piece);
+}
+#endif
