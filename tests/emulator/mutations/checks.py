@@ -103,10 +103,6 @@ def one_awkward_selection(kind: str, length: int, window: Any, counted: bool = F
     return elsewhere(test_forward.test_selection_in_both_ways, kind, length, window, counted)
 
 
-def varlen(name: str) -> Callable[[], None]:
-    return elsewhere(test_varlen.test_forward, test_varlen.named(name))
-
-
 def bounds(pages: int) -> Callable[[], None]:
     kinds = "int32", "int64", "int32"
 
@@ -115,10 +111,6 @@ def bounds(pages: int) -> Callable[[], None]:
             test_varlen.test_bounds_that_a_program_makes(kinds, True, pages, device)
 
     return check
-
-
-def varlen_backward(name: str) -> Callable[[], None]:
-    return elsewhere(test_varlen.test_backward, test_varlen.named(name))
 
 
 def lists_over_chunks() -> None:
@@ -132,10 +124,6 @@ def gathered_biases() -> None:
     bias = rng.standard_normal((1, 1, 70, 400)).astype(np.float16)
     for mask in (np.broadcast_to(np.arange(400) % 3 == 0, (70, 400)).copy(), None):
         agrees(rows, 5e-3, mask=mask, bias=bias)
-
-
-def backward_grid(name: str) -> Callable[[], None]:
-    return elsewhere(test_backward.test_backward_grid, named(name))
 
 
 def decoding(history: History | None = None, **options: Any) -> Callable[[], None]:
@@ -460,31 +448,32 @@ OWN: dict[str, Callable[[], None]] = {
 
 CHECKS: dict[str, Callable[[], None]] = {
     **OWN,
+    **{f"test_forward_grid[{name}]": grid(name) for name in (
+        "mask-none", "heads-4/2-top_w", "mask-per_batch", "float16-D3", "bfloat16-D40", "lengths-33x129-causal",
+        "lengths-129x33-top_w", "lengths-300x300-causal", "lengths-300x300-top_w", "float32-D64", "float32-D4-causal",
+        "mask-dense", "causal-and-dense", "dense-mask-1hqk")},
+    **{f"test_backward_grid[{name}]": elsewhere(test_backward.test_backward_grid, named(name)) for name in (
+        "float32-D40", "float32-dense-both-dense=11qk-1gqk", "mask-none", "lengths-129x33-causal", "mask-dense",
+        "dense-both-dense=1hqk-bhqk", "dense-both-dense=11qk-1gqk", "dense-both-dense=b1q1-b1q1")},
+    **{f"varlen[{name}]": elsewhere(test_varlen.test_forward, test_varlen.named(name)) for name in (
+        "bfloat16-none", "mask-window", "used-per_head", "long-per_head", "sixty-none", "pages-16-none")},
+    **{f"varlen backward[{name}]": elsewhere(test_varlen.test_backward, test_varlen.named(name)) for name in (
+        "bfloat16-none", "supers")},
+    **{f"test_first_key_and_end[{name}]": elsewhere(test_documents.test_first_key_and_end, name) for name in (
+        "a few", "most of them empty", "ids, chunks", "ids in a few words", "ids in columns", "one id, chunks")},
     "test_the_order_is_that_of_numpy": elsewhere(test_lifetimes.test_the_order_is_that_of_numpy, 5000, 5000,
                                                  "lognormal"),
     "delay": delay("portable", "delay-65-top_w-bfloat16"),
-    "delay[dense]": delay("portable", "delay-65-dense"),
-    "delay[softcap]": delay("portable", "delay-64-softcap-causal"),
     "delay[sequences]": packed_delay("portable", "delay-30-top_w"),
     "delay[Hopper]": delay("Hopper, one pass", "delay-100-long-survivors-D64-0"),
     "delay[Hopper, lists]": delay("Hopper, two passes", "delay-100-long-top_w-D64-0"),
     "delay[Hopper, hidden]": test_bias_delay.test_keys_that_whole_steps_do_not_see,
     "delay[Hopper, softcap]": delay("Hopper, one pass", "delay-100-long-causal-D64-4"),
-    "delay[Hopper, sequences]": packed_delay("Hopper, two passes", "delay-30-top_w"),
     "test_the_order_of_packed_sequences": elsewhere(test_lifetimes.test_the_order_of_packed_sequences, "mixed"),
     "test_gradients_by_lifetimes[Hopper, two rows]":
         elsewhere(test_lifetimes.test_gradients, True, False, "lognormal"),
     "test_gradients_by_lifetimes[Hopper]":
         elsewhere(test_lifetimes.test_gradients_of_other_lengths, 200, 110, 128, True, True, "lognormal"),
-    "test_forward_grid[mask-none]": grid("mask-none"),
-    "test_forward_grid[heads-4/2-top_w]": grid("heads-4/2-top_w"),
-    "test_forward_grid[mask-per_batch]": grid("mask-per_batch"),
-    "test_forward_grid[float16-D3]": grid("float16-D3"),
-    "test_forward_grid[bfloat16-D40]": grid("bfloat16-D40"),
-    "test_forward_grid[lengths-33x129-causal]": grid("lengths-33x129-causal"),
-    "test_forward_grid[lengths-129x33-top_w]": grid("lengths-129x33-top_w"),
-    "test_forward_grid[lengths-300x300-causal]": grid("lengths-300x300-causal"),
-    "test_forward_grid[lengths-300x300-top_w]": grid("lengths-300x300-top_w"),
     "test_many_blocks_of_keys[top_w]": elsewhere(test_forward.test_many_blocks_of_keys, "top_w", "key"),
     "test_no_masked_block": elsewhere(test_forward.test_no_masked_block, 64, 64),
     "test_a_bad_row[top_w]":
@@ -495,12 +484,6 @@ CHECKS: dict[str, Callable[[], None]] = {
     "test_selection[special]": one_awkward_selection("special", 1500, 400),
     "test_selection[windows]": one_awkward_selection("iid", 2100, (1030, 64)),
     "test_selection[few of special]": one_awkward_selection("special", 1025, 7),
-    "test_first_key_and_end[lengths]": elsewhere(test_documents.test_first_key_and_end, "a few"),
-    "test_first_key_and_end[empty]": elsewhere(test_documents.test_first_key_and_end, "most of them empty"),
-    "test_first_key_and_end[chunks]": elsewhere(test_documents.test_first_key_and_end, "ids, chunks"),
-    "test_first_key_and_end[words]": elsewhere(test_documents.test_first_key_and_end, "ids in a few words"),
-    "test_first_key_and_end[columns]": elsewhere(test_documents.test_first_key_and_end, "ids in columns"),
-    "test_first_key_and_end[long]": elsewhere(test_documents.test_first_key_and_end, "one id, chunks"),
     "test_the_mask[prefix]": elsewhere(test_documents.test_the_mask_is_that_of_numpy, "a few", "prefix"),
     "test_the_mask[ids]": elsewhere(test_documents.test_the_mask_is_that_of_numpy, "some ids", "global"),
     "test_the_mask[lengths]": elsewhere(test_documents.test_the_mask_is_that_of_numpy, "empty at both ends", "global"),
@@ -515,20 +498,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "test_key_scores[heads 3, D 33]": elsewhere(test_forward.test_key_scores, "bfloat16", "exp", (2, 37, 3, 33)),
     "test_key_scores[heads 20]": elsewhere(test_forward.test_key_scores, "float16", "exp", (1, 35, 20, 64)),
     "test_key_scores[products]": elsewhere(test_forward.test_key_scores, "float16", "linear", (1, 37, 3, 40)),
-    "test_forward_grid[float32-D64]": grid("float32-D64"),
-    "test_forward_grid[float32-D4-causal]": grid("float32-D4-causal"),
     "test_a_bad_row_of_float32": elsewhere(test_forward.test_a_bad_row_of_float32, -np.finfo(np.float32).max, "top_w"),
-    "test_backward_grid[float32-D40]": backward_grid("float32-D40"),
-    "test_backward_grid[float32-dense-both]": backward_grid("float32-dense-both-dense=11qk-1gqk"),
-    "test_backward_grid[mask-none]": backward_grid("mask-none"),
-    "test_backward_grid[lengths-129x33-causal]": backward_grid("lengths-129x33-causal"),
-    "test_forward_grid[mask-dense]": grid("mask-dense"),
-    "test_forward_grid[causal-and-dense]": grid("causal-and-dense"),
-    "test_forward_grid[dense-mask-1hqk]": grid("dense-mask-1hqk"),
-    "test_backward_grid[mask-dense]": backward_grid("mask-dense"),
-    "test_backward_grid[dense-both-1hqk-bhqk]": backward_grid("dense-both-dense=1hqk-bhqk"),
-    "test_backward_grid[dense-both-11qk-1gqk]": backward_grid("dense-both-dense=11qk-1gqk"),
-    "test_backward_grid[dense-both-b1q1]": backward_grid("dense-both-dense=b1q1-b1q1"),
     "test_dense_masks_with_gaps": elsewhere(test_backward.test_dense_masks_with_gaps, None),
     "test_a_bad_row_behind_a_dense_mask":
         elsewhere(test_backward.test_a_bad_row_reaches_no_gradient_behind_a_dense_mask, "key"),
@@ -586,12 +556,4 @@ CHECKS: dict[str, Callable[[], None]] = {
     "test_a_key_of_the_last_word": test_strides_and_reuse.test_a_key_that_only_the_last_word_of_queries_sees,
     "test_bounds": bounds(0),
     "test_bounds[pages]": bounds(3),
-    "varlen[bfloat16-none]": varlen("bfloat16-none"),
-    "varlen[mask-window]": varlen("mask-window"),
-    "varlen[used-per_head]": varlen("used-per_head"),
-    "varlen[long-per_head]": varlen("long-per_head"),
-    "varlen[sixty-none]": varlen("sixty-none"),
-    "varlen[pages-16-none]": varlen("pages-16-none"),
-    "varlen backward[bfloat16-none]": varlen_backward("bfloat16-none"),
-    "varlen backward[supers]": varlen_backward("supers"),
 }

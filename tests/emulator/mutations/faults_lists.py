@@ -62,7 +62,7 @@ FAULTS = [
     Fault("the words of another query head", "lists/dense_mask.cu", "head / p.dense_share * p.dense_head",
           "0 * p.dense_head", "test_forward_grid[dense-mask-1hqk]"),
     Fault("steps that some pairs see count as full", "lists/dense_mask.cu", "all == existing ? 3 : 1", "3",
-          "test_backward_grid[dense-both-11qk-1gqk]"),
+          "test_backward_grid[dense-both-dense=11qk-1gqk]"),
     Fault("steps of listed keys that some pairs see count as full", "lists/dense_macro_tiles.cu",
           "(whole & existing) == existing ? 3 : 1", "3", "test_backward_grid[mask-dense]"),
     Fault("a list of a super-tile begins in the one before", "lists/dense_macro_tiles.cu", "if (s < super) own_first",
