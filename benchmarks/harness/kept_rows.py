@@ -24,6 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cupy_dma import IntervalMask, policies
+from cupy_dma.arrays import library_named
+from cupy_dma.cache.storage import as_read
 from cupy_dma.retrofit.budgets import above_one_threshold
 from cupy_dma.torch import RetentionGate, attention
 
@@ -187,14 +189,17 @@ def within(attend: Attend, rows: Rows, first: int = 0) -> Attend:
 
 # ---- models ---------------------------------------------------------------------------------------------------------
 @contextmanager
-def attending(model: Any, attend: Attend) -> Iterator[None]:
-    """The model's layers attend under ``attend``'s masks."""
+def attending(model: Any, attend: Attend, storage: str | None = None) -> Iterator[None]:
+    """The model's layers attend under ``attend``'s masks, with ``storage`` to rows that a cache has rounded."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
     def forward(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float | None = None,
                 **_: Any) -> tuple[Tensor, None]:
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        if storage is not None:
+            library, dtype = library_named("torch"), str(key.dtype).removeprefix("torch.")
+            key, value = (as_read(library, x, storage, dtype) for x in (key, value))
         found = attend(Call(module.layer_idx, query, key, value, module.input_of_call))
         return attention(query, key, value, mask=found, causal=found is None, scale=scaling), None
 
@@ -217,10 +222,10 @@ def attending(model: Any, attend: Attend) -> Iterator[None]:
 
 
 @torch.no_grad()
-def states(model: Any, tokens: Tensor, attend: Attend | None, batch: int = 4) -> Tensor:
+def states(model: Any, tokens: Tensor, attend: Attend | None, batch: int = 4, storage: str | None = None) -> Tensor:
     """The last hidden states ``(B, N, width)`` of ``tokens (B, N + 1)``, all but the last. ``attend`` None: as the
     model itself attends."""
-    with nullcontext() if attend is None else attending(model, attend):
+    with nullcontext() if attend is None else attending(model, attend, storage):
         return torch.cat([model.model(input_ids=part, use_cache=False).last_hidden_state
                           for part in tokens[:, :-1].split(batch)])
 

@@ -10,10 +10,12 @@ from benchmarks.harness.charts import Panel, by_size, colormaps
 from benchmarks.harness.pages_evidence import Row, spread, where
 from benchmarks.harness.report import Piece, Report, length, markdown, mebibytes, milliseconds, ratio, times
 
-KINDS = {"full": "full attention", "window": "window and sinks", "random": "random", "h2o": "H2O", "snapkv": "SnapKV",
+KINDS = {"full": "full attention", "int8": "full attention, rows in INT8", "fp8": "full attention, rows in FP8",
+         "window": "window and sinks", "random": "random", "h2o": "H2O", "snapkv": "SnapKV",
          "value": "scores of the value", "input": "scores of the layer's input",
          "aged": "scores of the layer's input that age", "gates": "gates, base frozen",
          "warm": "gates that start from scores", "tuned": "gates, base tuned", "oracle": "oracle (sees the future)"}
+EVERYTHING = ("full", "int8", "fp8")  # kinds that keep all keys
 SHARED = " shared"  # rows are the mean of all heads
 KINDS |= {kind + SHARED: f"{KINDS[kind]}, rows shared out" for kind in ("value", "input", "gates", "warm", "tuned",
                                                                          "oracle")}
@@ -78,7 +80,7 @@ def by_rows(result: dict[str, Any], title: str, cell: Callable[[list[Row], str, 
     """A line for each policy, a column for each number of rows: ``cell(its recorded rows, policy, rows)``."""
     found, lines = budgets(result), []
     for kind, name in KINDS.items():
-        cells = [cell(rows_of(result, kind, 0 if kind == "full" else rows), kind, rows) for rows in found]
+        cells = [cell(rows_of(result, kind, 0 if kind in EVERYTHING else rows), kind, rows) for rows in found]
         if set(cells) != {"–"}:
             lines.append([name, *cells])
     return markdown([title, *(f"{rows} rows" for rows in found)], lines)
@@ -87,7 +89,7 @@ def by_rows(result: dict[str, Any], title: str, cell: Callable[[list[Row], str, 
 def loss_table(result: dict[str, Any], text: str) -> str:
     """Nats per token of late positions and what is won back of the window's loss, by rows."""
     def cell(own: list[Row], kind: str, rows: int) -> str:
-        share = closed(result, kind, rows, text) if kind not in ("full", "window") else []
+        share = closed(result, kind, rows, text) if kind not in (*EVERYTHING, "window") else []
         nats = spread([x for row in own if (x := late(row, text)) is not None], digits=3)
         return nats + (f", {statistics.mean(share):+.0f} %" if share else "")
 
@@ -166,7 +168,7 @@ def text(result: dict[str, Any]) -> str:
 
 def panels(result: dict[str, Any]) -> list[Panel]:
     """Nats above full attention by kept rows, of text and of code; then by position at ``AT`` rows."""
-    shown = [kind for kind in KINDS if kind not in ("full", "snapkv")]
+    shown = [kind for kind in KINDS if kind not in (*EVERYTHING, "snapkv")]
     colours = dict(zip((kind for kind in shown if SHARED not in kind),
                        colormaps()["tab10"]([7, 8, 5, 9, 4, 6, 0, 2, 3, 1])))
 

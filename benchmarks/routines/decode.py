@@ -45,7 +45,7 @@ from benchmarks.harness.command import why_not
 from benchmarks.harness.pages import REPORTS
 from benchmarks.harness.suite import Case
 from cupy_dma.arrays import library_named
-from cupy_dma.cache.storage import decoded, encoded
+from cupy_dma.cache.storage import as_read
 from cupy_dma.masks.windows import Window, each_head
 
 LAYERS = 20  # copies of a case's arrays, so that a graph of steps finds little of them in the L2 cache
@@ -112,10 +112,9 @@ class Benchmark(suite.Checked):
         """Keys and values that a cache with this ``storage`` reads as they are."""
         before = self.key, self.value
         if storage is not None:
-            library = library_named("torch")
-            self.key, self.value = (torch.stack([
-                decoded(library, *encoded(library, x, storage), str(x.dtype).removeprefix("torch."))
-                for x in rows]) for rows in before)
+            library, dtype = library_named("torch"), str(self.key.dtype).removeprefix("torch.")
+            self.key, self.value = (torch.stack([as_read(library, x, storage, dtype) for x in rows])
+                                    for rows in before)
         yield
         self.key, self.value = before
 

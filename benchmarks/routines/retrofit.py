@@ -9,8 +9,9 @@ sinks, recent keys, itself. Those by scores have 4 sinks, 64 recent keys and the
 rows are the mean of all kv heads of all layers; how many each has is learned from ``TRIALS`` training pieces, by one
 threshold for all scores.
 
-    plain     full attention; window and sinks; random scores (three seeds); the oracle of largest future attention;
-              SnapKV, at the end of a prompt that full attention has read: the ``following`` tokens after it alone
+    plain     full attention, also to rows of 8 bits (``int8``, ``fp8``); window and sinks; random scores (three
+              seeds); the oracle of largest future attention; SnapKV, at the end of a prompt that full attention has
+              read: the ``following`` tokens after it alone
     h2o       H2O, simulated token by token
     scores    of the layer's input, and of its value: a regression on the oracle's logarithm (a hidden layer, AdamW)
     aged      the scores of the input and a bonus for newer keys, whose slope, of ``SLOPES``, each kv head has for
@@ -64,11 +65,13 @@ from benchmarks.harness.kept_rows import (
 )
 from benchmarks.harness.records import Clock, Row, Run, add_run_options, device_of, run_all
 from cupy_dma import retrofit
+from cupy_dma.cache.storage import CODES
 from cupy_dma.torch import RetentionGate
 
 PARTS = ("check", "plain", "h2o", "scores", "aged", "gates", "warm", "tuned")
 SLOPES, TRIALS = (0.0, *(2.0**-n for n in range(14, 4, -1)), 1.0), 2
 SEEDS, DEPTHS, NEAR = (0, 1, 2), (0.0, 0.25, 0.5, 0.75, 1.0), 0.05
+EVERYTHING = ("full", *CODES)  # kinds that keep all keys
 DATA = ROOT / "build" / "retrofit"
 
 
@@ -146,8 +149,9 @@ def evaluated(bench: Bench, model: Any, kind: str, rows: Rows, clock: Clock, sco
     def states(tokens: Tensor, following: int, batch: int = 4) -> Tensor:
         clock.check()
         first = tokens.shape[1] - 1 - following if kind == "snapkv" else 0
-        attend = within(attend_by(kind, rows, score, following), rows if kind != "full" else 0, first)
-        return kept_rows.states(model, tokens, attend, batch)
+        whole, storage = kind in EVERYTHING, kind if kind in CODES else None
+        attend = within(attend_by("full" if whole else kind, rows, score, following), 0 if whole else rows, first)
+        return kept_rows.states(model, tokens, attend, batch, storage)
 
     groups = [(tokens, task.following) for tokens in documents.values()] + [(needles[task.length], size)]
     if kind == "h2o":  # a step for each token, whatever the batch
@@ -381,13 +385,13 @@ def runs_of(part: str, bench: Bench) -> Iterator[tuple[str, list[dict[str, Any]]
         kinds: list[tuple[str, int, Score | None]] = [("h2o", 0, None)]
         shared: list[dict[str, Any]] = [{}, {"shared": True}]
         if part == "plain":
-            kinds = [("full", 0, None), ("window", 0, None), ("snapkv", 0, None),
+            kinds = [*((kind, 0, None) for kind in EVERYTHING), ("window", 0, None), ("snapkv", 0, None),
                      ("oracle", 0, kept_rows.future_attention),
                      *(("random", seed, kept_rows.random_scores(seed)) for seed in SEEDS)]
         for (kind, seed, score), how in itertools.product(kinds, shared):
             if how and kind != "oracle":
                 continue
-            for rows in (0,) if kind == "full" else task.ROWS:
+            for rows in (0,) if kind in EVERYTHING else task.ROWS:
                 one = bench.settings(kind, rows, seed, **how)
                 yield (f"{kind} {rows}", [one], lambda clock, one=one, score=score:
                        evaluation(bench, one, score, clock))

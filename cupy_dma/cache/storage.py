@@ -87,3 +87,8 @@ def decoded(library: Library, codes: Any, scale: Any, dtype: str) -> Any:
         code = library.astype(library.contiguous(codes).view(xp.int8), "int16")
         x = library.astype(((code << 7) & ~0x4000).view(xp.float16), "float32") * 256
     return library.astype(x * scale[..., None], dtype)
+
+
+def as_read(library: Library, rows: Any, storage: str, dtype: str) -> Any:
+    """What is read in place of these rows, of the same type."""
+    return decoded(library, *encoded(library, rows, storage), dtype)

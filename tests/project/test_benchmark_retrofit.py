@@ -244,7 +244,7 @@ def test_every_part(tmp_path, data, capsys):
     assert any(np.unique(row["heads"]).size > 1 for row in shared)
     by = {(row["settings"]["kind"], row["settings"]["rows"], row["settings"]["seed"]): row for row in rows
           if row not in shared}
-    assert len(by) == len(rows) - len(shared) == 1 + 1 + 2 * (4 + 2 * 7)
+    assert len(by) == len(rows) - len(shared) == 1 + 3 + 2 * (4 + 2 * 7)
     assert 0 < by["check", 80, 0]["apart"]["window"] < 1e-4 < by["check", 80, 0]["effect"]
     full = by["full", 0, 0]
     for (kind, budget, seed), row in by.items():
@@ -259,7 +259,7 @@ def test_every_part(tmp_path, data, capsys):
         if trained:
             pieces = {"warm": 3 + 3, "aged": 3 + retrofit.TRIALS}.get(kind, 3)
             assert row["training"]["tokens"] == 256 * pieces and row["training"]["seconds"] > 0
-        if kind != "full":
+        if kind not in ("full", "int8"):  # INT8 is too near for a model that knows nothing
             assert row["ending"] != full["ending"], (kind, budget, seed)
     assert by["input", 80, 0]["ending"] != by["value", 80, 0]["ending"] != by["value", 80, 1]["ending"]
     capsys.readouterr()
