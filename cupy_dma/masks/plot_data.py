@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -48,12 +47,10 @@ def density(mask: Any, query_length: int, batch: int, head: int, max_size: int) 
     end = np.maximum(np.clip(stop - offset, 0, query_length), begin)
     query_edges, key_edges = (np.linspace(0, size, min(size, max_size) + 1).astype(np.int64)
                               for size in (query_length, n))
-    density = np.zeros((len(query_edges) - 1, len(key_edges) - 1))
-    for column, (left, right) in enumerate(pairwise(key_edges)):
-        b, e = begin[left:right], end[left:right]
-        before = [int((np.clip(edge, b, e) - b).sum()) for edge in query_edges]
-        density[:, column] = np.diff(before) / (np.diff(query_edges) * (right - left))
-    return density
+    if not n:
+        return np.zeros((len(query_edges) - 1, 0))
+    before = [np.add.reduceat(np.clip(edge, begin, end) - begin, key_edges[:-1]) for edge in query_edges]
+    return np.diff(before, axis=0) / (np.diff(query_edges)[:, None] * np.diff(key_edges))
 
 
 def runs(mask: Any) -> tuple[np.ndarray, np.ndarray]:
