@@ -112,6 +112,7 @@ def test_packed_chunks(options):
 @pytest.mark.feature("cuda forward", "GatedCache", "slots, attend, commit")
 @pytest.mark.parametrize("case", [
     History(sinks=1, recent=2), History(window=(9, 3), dtype="float16", scores="nan"), Gates(dtype="float16"),
+    History(window=(9, 3), recent=2, dtype="bfloat16", options={"storage": "fp8"}),
     Gates(dtype="float16", capacity=(3, 5))], ids=str)
 def test_sequences_come_and_go(case, monkeypatch):
     for name, value in (("ROWS", 2), ("SPARE", 1), ("MULTIPLE", 1)):

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -39,6 +40,9 @@ CASES = [
     History(dtype="float16", head_dim=16, window=9, bias_delay=4, scores="hidden"),
     History(dtype="bfloat16", head_dim=64, window=(90, 30), recent=3, length=100, batch=1, bias_delay=20),
     RAGGED,
+    replace(RAGGED, value_dim=16, options={"storage": "int8"}),
+    History(dtype="bfloat16", head_dim=136, value_dim=16, window=70, heads=20, kv_heads=2, length=80, batch=1,
+            scores="distinct", options={"storage": "fp8"}),
 ]
 
 
