@@ -7,6 +7,8 @@ same keys as the row without padding. Every document has its own sinks and recen
 """
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -42,8 +44,7 @@ def _stop_besides(position: Tensor, sinks: int, recent: int, padding: Tensor | N
     position if it is padding. ``first (1|B, Lk)``: the first key of each key's document."""
     real = torch.ones_like(position, dtype=torch.bool)[None] if padding is None else padding
     start = torch.zeros_like(position)[None] if first is None else first
-    count, start = torch.broadcast_tensors(real.long().cumsum(1), start)  # real keys up to each, in all documents
-    rank = count - (count - real.long()).gather(1, start)  # 1 for the first of its document
+    count, rank = counted(real, start)
     if padding is None:
         later = position + recent
     else:
@@ -53,3 +54,27 @@ def _stop_besides(position: Tensor, sinks: int, recent: int, padding: Tensor | N
         later = torch.where(following < count[:, -1:], in_order.gather(1, there), NEVER)
     stop = torch.where(rank <= sinks, NEVER, later.clamp(max=NEVER))
     return torch.where(real, stop, position).int()
+
+
+def counted(real: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+    """For keys of which some are ``real (1|B, Lk)`` and whose documents begin at ``start (1|B, Lk)``: how many real
+    ones there are up to each, in all documents and in its own (1 for the first)."""
+    count, start = torch.broadcast_tensors(real.long().cumsum(1), start)
+    return count, count - (count - real.long()).gather(1, start)
+
+
+def places_of(batch: int, length: int, padding: Tensor | None, documents: Any, like: Tensor) -> Tensor:
+    """The positions of keys in their documents, ``(Lk,)`` or ``(1|B, Lk)``. ``padding`` and ``documents`` as for
+    ``top_w``, which rejects those of the wrong shape; they have no influence here."""
+    position, allowed = torch.arange(length, device=like.device), ((1, length), (batch, length))
+    documents = as_tensor(documents, like)
+    if padding is not None and tuple(padding.shape) not in allowed:
+        padding = None
+    if documents is not None and documents.ndim != 1 and tuple(documents.shape) not in allowed:
+        documents = None
+    if padding is None and documents is None:
+        return position
+    real = torch.ones_like(position, dtype=torch.bool)[None] if padding is None else padding != 0
+    start = torch.zeros_like(position)[None] if documents is None else \
+        document_runs(describe(documents, "documents"), length).first.long()
+    return (counted(real, start)[1] - 1).clamp(min=0)

@@ -1,6 +1,7 @@
 """Dynamic mask attention as a layer that learns its key scores."""
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +16,7 @@ from cupy_dma.torch.dynamic import dynamic_mask_attention
 from cupy_dma.torch.kept import kept_keys
 from cupy_dma.torch.options import Check, at_least, backend_name, one_of, optional
 from cupy_dma.torch.registration import cast
-from cupy_dma.torch.scored import ScoredLayer
+from cupy_dma.torch.scored import ScoredLayer, slope_of
 from cupy_dma.torch.varlen import varlen_attention, varlen_dynamic_mask_attention
 
 
@@ -40,6 +41,9 @@ class DynamicMaskAttention(ScoredLayer):
         what a pretrained model will need. Scores of the input are ``score_proj(x)``.
     width : int, optional
         Size of a token of ``x``, with ``scores="input"``.
+    slope : float, or one per kv head
+        Added to a key's score for each position in its sequence, so that newer keys rank higher. In the logits it is
+        ALiBi's slope; with ``bias_delay=2**30`` scores select only.
     dt_bias : bool
         Also learn an offset per kv head.
     A_init : float
@@ -47,8 +51,8 @@ class DynamicMaskAttention(ScoredLayer):
     form : optional
         As for ``cupy_dma.key_scores``; default ``"exp"``. With ``scores="input"`` only ``"linear"``, the default.
     keys, causal, scale, softcap, deterministic, backend
-        As for ``cupy_dma.dynamic_mask_attention``. These, ``window``, ``sinks``, ``recent`` and ``bias_delay`` are
-        attributes that may be changed later.
+        As for ``cupy_dma.dynamic_mask_attention``. These, ``window``, ``sinks``, ``recent``, ``bias_delay`` and
+        ``slope`` are attributes that may be changed later.
     process_group : ProcessGroup or one-dimensional DeviceMesh, optional
         Context parallelism: the ranks of the group hold consecutive shards of each sequence, see
         ``cupy_dma.distributed``. It needs ``keys="prefix"``. An attribute that may be changed later; it is neither
@@ -85,17 +89,19 @@ class DynamicMaskAttention(ScoredLayer):
 
     CHECKS: ClassVar[dict[str, Check]] = {
         "sinks": at_least(0), "recent": at_least(0), "bias_delay": lambda value, name: checks.delay(value),
+        "slope": slope_of,
         "form": one_of(FORMS), "keys": one_of(("prefix", "global")), "causal": checks.flag,
         "scale": optional(checks.real), "softcap": lambda value, name: checks.real(value, name, 0.0),
         "deterministic": checks.flag, "backend": backend_name, "A_init": checks.real}
     FIXED = ("kv_heads", "head_dim", "dt_bias", "width")
 
     def __init__(self, kv_heads: int, head_dim: int, window: Windows, *, sinks: int = 0, recent: int = 0,
-                 bias_delay: int = 0, scores: str = "value", width: int | None = None, dt_bias: bool = False,
-                 A_init: float = 0.0, form: str | None = None, keys: str = "prefix", causal: bool = True,
-                 scale: float | None = None, softcap: float = 0.0, deterministic: bool = False,
-                 backend: str | None = None, process_group: Any = None,
-                 device: torch.device | str | int | None = None, dtype: torch.dtype | None = None):
+                 bias_delay: int = 0, scores: str = "value", width: int | None = None,
+                 slope: float | Sequence[float] = 0.0, dt_bias: bool = False, A_init: float = 0.0,
+                 form: str | None = None, keys: str = "prefix", causal: bool = True, scale: float | None = None,
+                 softcap: float = 0.0, deterministic: bool = False, backend: str | None = None,
+                 process_group: Any = None, device: torch.device | str | int | None = None,
+                 dtype: torch.dtype | None = None):
         super().__init__()
         self._fix(kv_heads=checks.whole(kv_heads, "kv_heads", 1), head_dim=checks.whole(head_dim, "head_dim", 1),
                   width=width_of(scores, width))
@@ -104,7 +110,7 @@ class DynamicMaskAttention(ScoredLayer):
         self.form = ("exp" if self.width is None else "linear") if form is None else form
         self.window, self.keys, self.causal, self.sinks, self.recent = window, keys, causal, sinks, recent
         self.scale, self.softcap, self.deterministic, self.backend = scale, softcap, deterministic, backend
-        self.bias_delay, self.process_group = bias_delay, process_group
+        self.bias_delay, self.slope, self.process_group = bias_delay, slope, process_group
         self._make_parameters(A_init, dt_bias, device, dtype)
 
     def check_together(self, name: str, value: Any) -> None:
@@ -112,6 +118,8 @@ class DynamicMaskAttention(ScoredLayer):
             value if option == name else self.__dict__.get(option, default)
             for option, default in (("keys", "prefix"), ("causal", True), ("sinks", 0), ("recent", 0)))
         check_option(self.width, name, value)
+        if name == "slope" and isinstance(value, tuple) and len(value) != self.kv_heads:
+            raise ValueError(f"slope must be a number, or one for each of {self.kv_heads} kv heads, got {len(value)}")
         if keys == "prefix" and not causal:
             raise ValueError("causal=False needs keys='global', got keys='prefix', which is causal by construction")
         if keys == "global" and (sinks or recent):
@@ -171,15 +179,16 @@ class DynamicMaskAttention(ScoredLayer):
                                    "backend": self.backend}
         if self._group is not None:
             return self._sharded(query, key, value, source, packed, padding=padding, documents=documents, **options)
+        places = self._places(source, cu_seqlens, padding, documents)
         if self.sinks or self.recent:
-            scores = self._scores(source, padding)
+            scores = self._scores(source, padding, places)
             mask = kept_keys(scores[None] if packed else scores, self.window, self.sinks, self.recent, padding,
                              cu_seqlens if packed else documents, self.backend)
             if packed:
                 return varlen_attention(query, key, value, cu_seqlens, cu_seqlens, mask=mask, bias=scores, **options)
             return attention(query, key, value, mask=mask, bias=scores, **options)
         options.update(window=self.window, keys=self.keys, causal=self.causal)
-        given = self._score_arguments(source, padding)
+        given = self._score_arguments(source, padding, places)
         if packed:
             return varlen_dynamic_mask_attention(query, key, value, cu_seqlens, cu_seqlens, **given, **options)
         return dynamic_mask_attention(query, key, value, padding=padding, documents=documents, **given, **options)
@@ -204,9 +213,16 @@ class DynamicMaskAttention(ScoredLayer):
         if self.keys != "prefix":
             raise ValueError(f"a process_group needs keys='prefix', got keys={self.keys!r}, which selects by the "
                              f"scores of later keys")
-        given = self._score_arguments(source, options["padding"])
+        places = self._shard_places(source, options["padding"], options["documents"])
+        given = self._score_arguments(source, options["padding"], places)
         return self._over_shards(query, key, value, window=self.window, sinks=self.sinks, recent=self.recent,
                                  group=self.process_group, **given, **options)
+
+    def _shard_places(self, source: Tensor, padding: Tensor | None, documents: Tensor | None = None) -> Tensor | None:
+        if not self.slope:
+            return None
+        return self._shard_positions(source.shape[1], self.process_group, padding=None if padding is None else
+                                     padding != 0, documents=documents, device=source.device)
 
     # ---- decoding ---------------------------------------------------------------------------------------------------
 
@@ -277,7 +293,8 @@ class DynamicMaskAttention(ScoredLayer):
             raise NotImplementedError("a cache carries no gradient, but the layer's parameters or inputs require grad: "
                                       "call under torch.no_grad()")
         query, key, value = cast(query, key, value)
-        scores = self._scores(value if x is None else source)
+        source = value if x is None else source
+        scores = self._scores(source, None, self._places(source, cu_seqlens, cache=cache))
         return cache.extend(query, key, value, scores, bias_delay=self.bias_delay, scale=self.scale,
                             softcap=self.softcap, cu_seqlens=cu_seqlens, **options)
 
@@ -310,7 +327,8 @@ class DynamicMaskAttention(ScoredLayer):
             raise ValueError("prefill needs a process_group, got None: without one extend takes the whole prompt")
         query, key, value = cast(query, key, value)
         out = self(query, key, value, x=x, padding=padding)
-        scores = self.scores(value if x is None else x)
+        source = value if x is None else x
+        scores = self._scores(source, None, self._shard_places(source, padding))
         distributed.fill_cache(cache, key, value, scores, self.process_group, padding=padding)
         return out
 
@@ -325,6 +343,6 @@ class DynamicMaskAttention(ScoredLayer):
                                  f"{name}={getattr(cache, name)}: make it with the layer's make_cache")
 
     def extra_repr(self) -> str:
-        names = ("kv_heads", "head_dim", "window", "sinks", "recent", "bias_delay", "width", "A_init",
+        names = ("kv_heads", "head_dim", "window", "sinks", "recent", "bias_delay", "slope", "width", "A_init",
                  "form", "keys", "causal", "scale", "softcap", "deterministic", "backend")
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names if getattr(self, name) is not None)

@@ -2,6 +2,8 @@
 
     scores="value"    form(A softplus(dt_proj(value)))         see ``cupy_dma.key_scores``
     scores="input"    score_proj(x)                            ``x``: what queries, keys and values are projected from
+
+Both plus ``slope * p`` for a key at position ``p`` of its sequence.
 """
 from __future__ import annotations
 
@@ -12,8 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from cupy_dma import checks
+from cupy_dma.masks.windows import is_sequence
+from cupy_dma.torch.kept import places_of
 from cupy_dma.torch.options import Layer, check_inputs, check_rows, check_x
 from cupy_dma.torch.scores import input_scores, layer_scores, score_arguments
+from cupy_dma.torch.tokens import bounds_of, lengths_of, packed_positions
 
 
 class ScoredLayer(Layer):
@@ -22,6 +27,7 @@ class ScoredLayer(Layer):
     kv_heads: int
     head_dim: int
     width: int | None = None
+    slope: Any = 0.0  # a float for all kv heads, or a tuple of one each
     form: str
     backend: str | None
     A_init: float
@@ -54,18 +60,34 @@ class ScoredLayer(Layer):
             check_rows(self, value, "value", packed)
         else:
             check_x(self, value, packed)
-        return self._scores(value)
+        return self._scores(value, None, self._places(value[None] if packed else value))
 
-    def _score_arguments(self, source: Tensor, padding: Tensor | None = None) -> dict[str, Any]:
+    def _score_arguments(self, source: Tensor, padding: Tensor | None, places: Tensor | None) -> dict[str, Any]:
         """For ``dynamic_mask_attention``; ``source``: values, or the layer's input."""
-        if self.width is not None:
-            return {"scores": input_scores(source, self.score_proj, self.kv_heads, padding)}
+        if self.width is not None or places is not None:
+            return {"scores": self._scores(source, padding, places)}
         return score_arguments(source, self.dt_proj, self.A, form=self.form, padding=padding)
 
-    def _scores(self, source: Tensor, padding: Tensor | None = None) -> Tensor:
+    def _scores(self, source: Tensor, padding: Tensor | None, places: Tensor | None) -> Tensor:
         if self.width is not None:
-            return input_scores(source, self.score_proj, self.kv_heads, padding)
-        return layer_scores(source, self.dt_proj, self.A, form=self.form, padding=padding, backend=self.backend)
+            found = input_scores(source, self.score_proj, self.kv_heads, padding)
+        else:
+            found = layer_scores(source, self.dt_proj, self.A, form=self.form, padding=padding, backend=self.backend)
+        if places is None:
+            return found
+        each = self.slope if isinstance(self.slope, tuple) else (self.slope,)
+        places = places.to(found.dtype)
+        return found + torch.stack([places * slope for slope in each], -2)  # a tensor of slopes would be copied
+
+    def _places(self, source: Tensor, cu_seqlens: Any = None, padding: Tensor | None = None, documents: Any = None,
+                cache: Any = None) -> Tensor | None:
+        """The positions of tokens, ``(N,)``, ``(1|B, N)`` or ``(total,)``; None if no score depends on them."""
+        if not self.slope:
+            return None
+        if cu_seqlens is not None:
+            return packed_positions(source, bounds_of(cu_seqlens, source), cache)
+        places = places_of(source.shape[0], source.shape[1], padding, documents, source)
+        return places if cache is None else places + lengths_of(cache, source)[:, None]
 
     def _checked(self, query: Tensor, key: Tensor, value: Tensor, x: Tensor | None, packed: bool) -> Tensor:
         """What scores are computed from, if the inputs fit the layer."""
@@ -85,3 +107,10 @@ class ScoredLayer(Layer):
         if not self.A.any():
             warnings.warn("A is 0 and does not require grad, so dt_proj gets no gradient and the layer stays a sliding "
                           "window: train A, begin with another A_init, or freeze dt_proj as well", stacklevel=5)
+
+
+def slope_of(value: Any, name: str) -> float | tuple[float, ...]:
+    """The checked ``slope``, of one head or of all."""
+    if not is_sequence(value):
+        return checks.real(value, name)
+    return tuple([checks.real(slope, f"{name}[{head}]") for head, slope in enumerate(value)])

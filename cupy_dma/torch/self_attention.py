@@ -8,6 +8,7 @@ The same parameters serve whole sequences, padded or packed, and decoding with a
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -45,7 +46,7 @@ class DynamicMaskSelfAttention(Layer):
         Normalise queries and keys, each head with RMSNorm, before they are rotated.
     sinks, recent : int
         First and last tokens that are kept too.
-    scores, bias_delay, form, dt_bias, A_init, scale, softcap, deterministic, backend
+    scores, slope, bias_delay, form, dt_bias, A_init, scale, softcap, deterministic, backend
         As for ``DynamicMaskAttention``; ``scores="input"`` reads ``x``. All but ``scores`` and ``dt_bias``
         are, like ``window``, ``sinks`` and ``recent``, attributes of the core that may be changed later.
     bias : bool
@@ -84,12 +85,11 @@ class DynamicMaskSelfAttention(Layer):
 
     def __init__(self, width: int, heads: int, kv_heads: int | None = None, window: Windows = 2048, *,
                  head_dim: int | None = None, rope: float | None = 10000.0, qk_norm: bool = False, sinks: int = 0,
-                 recent: int = 0, bias_delay: int = 0, scores: str = "value", form: str | None = None,
-                 dt_bias: bool = False, A_init: float = 0.0,
-                 scale: float | None = None, softcap: float = 0.0, bias: bool = False, checkpoint: bool = False,
-                 batch_first: bool = True, deterministic: bool = False, backend: str | None = None,
-                 process_group: Any = None, device: torch.device | str | int | None = None,
-                 dtype: torch.dtype | None = None):
+                 recent: int = 0, bias_delay: int = 0, scores: str = "value", slope: float | Sequence[float] = 0.0,
+                 form: str | None = None, dt_bias: bool = False, A_init: float = 0.0, scale: float | None = None,
+                 softcap: float = 0.0, bias: bool = False, checkpoint: bool = False, batch_first: bool = True,
+                 deterministic: bool = False, backend: str | None = None, process_group: Any = None,
+                 device: torch.device | str | int | None = None, dtype: torch.dtype | None = None):
         super().__init__()
         width, heads = checks.whole(width, "width", 1), checks.whole(heads, "heads", 1)
         kv_heads = heads if kv_heads is None else checks.whole(kv_heads, "kv_heads", 1)
@@ -104,8 +104,9 @@ class DynamicMaskSelfAttention(Layer):
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.attention = DynamicMaskAttention(
             self.kv_heads, self.head_dim, window, sinks=sinks, recent=recent, bias_delay=bias_delay, scores=scores,
-            width=width if scores == "input" else None, dt_bias=dt_bias, A_init=A_init, form=form, scale=scale,
-            softcap=softcap, deterministic=deterministic, backend=backend, process_group=process_group, **made)
+            width=width if scores == "input" else None, slope=slope, dt_bias=dt_bias, A_init=A_init, form=form,
+            scale=scale, softcap=softcap, deterministic=deterministic, backend=backend, process_group=process_group,
+            **made)
         inner, outer = self.heads * self.head_dim, self.kv_heads * self.head_dim
         made["bias"] = checks.flag(bias, "bias")
         self.q_proj, self.k_proj = nn.Linear(width, inner, **made), nn.Linear(width, outer, **made)
@@ -114,8 +115,9 @@ class DynamicMaskSelfAttention(Layer):
             nn.RMSNorm(self.head_dim, eps=1e-6, device=device, dtype=dtype) if checks.flag(qk_norm, "qk_norm") else None
             for _ in range(2))
 
-    window, sinks, recent, bias_delay, form, A_init, scale, softcap, deterministic, backend = map(of_core, (
-        "window", "sinks", "recent", "bias_delay", "form", "A_init", "scale", "softcap", "deterministic", "backend"))
+    window, sinks, recent, bias_delay, slope, form, A_init, scale, softcap, deterministic, backend = map(of_core, (
+        "window", "sinks", "recent", "bias_delay", "slope", "form", "A_init", "scale", "softcap", "deterministic",
+        "backend"))
 
     @property
     def process_group(self) -> Any:

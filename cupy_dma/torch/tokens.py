@@ -36,8 +36,8 @@ class Tokens:
         if cu_seqlens is not None:
             if padding is not None:
                 raise ValueError("give either padding (for padded rows) or cu_seqlens (for packed rows), got both")
-            bounds = _bounds(cu_seqlens, x)
-            return cls(x, _given(positions, x) if positions is not None else _packed_positions(x, bounds, cache),
+            bounds = bounds_of(cu_seqlens, x)
+            return cls(x, _given(positions, x) if positions is not None else packed_positions(x, bounds, cache),
                        cu_seqlens=bounds)
         if not batch_first:
             x = x.transpose(0, 1)
@@ -49,7 +49,7 @@ class Tokens:
         if positions is not None:
             found.positions = _given(positions, x)
         elif cache is not None:
-            found.positions = found.positions + _lengths(cache, x)[:, None]
+            found.positions = found.positions + lengths_of(cache, x)[:, None]
         if padding is not None and cache is not None:
             found._real_first()
         return found
@@ -111,7 +111,7 @@ def _given(positions: Any, x: Tensor) -> Tensor:
     return positions
 
 
-def _bounds(cu_seqlens: Any, x: Tensor) -> Tensor:
+def bounds_of(cu_seqlens: Any, x: Tensor) -> Tensor:
     """The checked ``cu_seqlens``; its values are read in host memory, or on request."""
     bounds = _integers(cu_seqlens, "cu_seqlens", x)
     if bounds.ndim != 1 or len(bounds) < 2:
@@ -124,14 +124,14 @@ def _bounds(cu_seqlens: Any, x: Tensor) -> Tensor:
     return bounds
 
 
-def _packed_positions(x: Tensor, bounds: Tensor, cache: DynamicCache | None) -> Tensor:
+def packed_positions(x: Tensor, bounds: Tensor, cache: DynamicCache | None) -> Tensor:
     place = torch.arange(len(x), device=x.device)
     sequence = (torch.searchsorted(bounds.long(), place, right=True) - 1).clamp(0, len(bounds) - 2)
     place = place - bounds.long()[sequence]
-    return place if cache is None else place + _lengths(cache, x, len(bounds) - 1)[sequence]
+    return place if cache is None else place + lengths_of(cache, x, len(bounds) - 1)[sequence]
 
 
-def _lengths(cache: DynamicCache, x: Tensor, sequences: int | None = None) -> Tensor:
+def lengths_of(cache: DynamicCache, x: Tensor, sequences: int | None = None) -> Tensor:
     """int64 ``(B,)``: tokens that each sequence of the cache has seen."""
     if sequences not in (None, cache.batch):
         raise ValueError(f"cu_seqlens must have the {cache.batch} sequences of the cache, got {sequences}")

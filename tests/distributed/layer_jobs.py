@@ -133,6 +133,7 @@ def prompt(how: str, group: Any = None) -> tuple[DynamicMaskSelfAttention, Tenso
     torch.manual_seed(2)
     window, delay = (5, 0) if how == "padding" else ((6, 3), 7)
     layer = DynamicMaskSelfAttention(WIDTH, 4, 2, window, sinks=1, recent=3, bias_delay=delay, dtype=torch.float64,
+                                     slope=(0.3, -0.1) if how == "slope" else 0.0,
                                      scores="input" if how == "input" else "value", process_group=group)
     nn.init.normal_(layer.attention.score_proj.weight if how == "input" else layer.attention.A)
     _, _, given = inputs(how, torch.zeros(BATCH, N + 1, dtype=torch.int64))

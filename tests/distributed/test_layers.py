@@ -36,7 +36,8 @@ def same(found, expected):
     ("plain", 2, {"checkpoint": True}), ("plain", 4, {"form": "linear", "softcap": 2.0, "rope": None}),
     ("padding", 3, {"sinks": 2, "recent": 3}), ("documents", 3, {"sinks": 1, "recent": 2}), ("documents", 4, {}),
     ("plain", 3, {"scores": "input", "recent": 2}), ("padding", 2, {"scores": "input"}),
-    ("padding", 3, {"bias_delay": 6, "window": (3, 7)}), ("documents", 2, {"bias_delay": 4})],
+    ("padding", 3, {"bias_delay": 6, "window": (3, 7)}), ("documents", 2, {"bias_delay": 4}),
+    ("padding", 3, {"slope": (0.3, -0.1)}), ("documents", 2, {"slope": 0.2, "recent": 2})],
     ids=str)
 def test_training(ranks, how, world, options):
     loss, gradients = alone(how, options)
@@ -63,7 +64,7 @@ def test_torch_compile_breaks_the_graph_at_collectives_only(ranks):
 
 
 @pytest.mark.feature("numpy forward", "distributed", "fill_cache, prefill")
-@pytest.mark.parametrize("how", ["plain", "padding", "input"])
+@pytest.mark.parametrize("how", ["plain", "padding", "input", "slope"])
 @pytest.mark.parametrize("world", [2, 3])
 def test_decoding_after_a_sharded_prompt(ranks, how, world):
     steps = 8

@@ -126,7 +126,8 @@ def test_what_the_kernels_are_tested_with(how, besides):
 def test_decoding_is_forward(graphed):
     """A prompt padded on the left, then single tokens, in one CUDA graph or not. The window keeps every key, as the
     selection of rounded scores would not be that of exact ones."""
-    module = DynamicMaskSelfAttention(256, 4, 2, 64, qk_norm=True, device="cuda", dtype=torch.bfloat16)
+    module = DynamicMaskSelfAttention(256, 4, 2, 64, qk_norm=True, slope=(0.02, -0.01), device="cuda",
+                                      dtype=torch.bfloat16)
     torch.nn.init.normal_(module.attention.A, std=0.1)
     x, real = torch.randn(2, 50, 256, device="cuda", dtype=torch.bfloat16), torch.ones(2, 50, dtype=torch.bool)
     real[0, :7] = False

@@ -40,6 +40,7 @@ def problem(layer: DynamicMaskAttention, q: torch.Tensor, k: torch.Tensor, v: to
         scores = np.einsum("bnc,hc->bhn", *(numbers(y).astype(float) for y in (x, project.weight)))
         scores += 0 if bias is None else bias.astype(float)[:, None]
     every = np.ones(v.shape[:2], bool) if real is None else np.broadcast_to(np.asarray(real), v.shape[:2])
+    scores = scores + np.multiply.outer(np.broadcast_to(layer.slope, v.shape[2]), every.cumsum(1) - 1).swapaxes(0, 1)
     number = np.zeros(v.shape[:2], int) if document is None else np.broadcast_to(np.asarray(document), v.shape[:2])
     return [numbers(x) for x in (q, k, v)], {"dense_mask": kept(scores, layer, every, number), "bias": scores,
                                              "scale": layer.scale, "softcap": layer.softcap,

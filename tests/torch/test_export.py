@@ -12,7 +12,8 @@ from tests.oracle.torch_inputs import HKV, B, D, H  # noqa: E402
 W, N, WIDTH = 5, 20, 24
 LENGTHS = N, 3, W, W + 1, 33
 LAYERS = {"plain": {}, "sinks": {"sinks": 1}, "recent": {"recent": 2, "qk_norm": True},
-          "both": {"sinks": 2, "recent": 7}, "checkpoint": {"checkpoint": True}}
+          "both": {"sinks": 2, "recent": 7}, "checkpoint": {"checkpoint": True},
+          "slope": {"slope": (0.3, -0.1)}}
 OUTSIDE = IntervalMask.sliding_window(N, 4, like=torch.zeros(1))
 
 
@@ -49,7 +50,8 @@ class Function(torch.nn.Module):
 
 
 @pytest.mark.parametrize(("options", "padding", "strict"), [
-    *((options, None, False) for options in LAYERS), ("plain", torch.bool, False), ("both", torch.int64, False),
+    *((options, None, False) for options in LAYERS), ("plain", torch.bool, False), ("slope", torch.bool, False),
+    ("both", torch.int64, False),
     ("both", torch.int64, True), ("checkpoint", None, True)], ids=str)
 def test_layers_of_any_length(options, padding, strict):
     layer = DynamicMaskSelfAttention(WIDTH, H, HKV, W, A_init=1.0, **LAYERS[options])

@@ -18,6 +18,7 @@ from tests.oracle.torch_inputs import HKV, B, D, H, N, draw, float64, gradients,
 
 OPTIONS = {"plain": {}, "linear": {"form": "linear"}, "dt_bias": {"dt_bias": True}, "scale": {"scale": 0.7},
            "softcap": {"softcap": 1.5}, "sinks": {"sinks": 2}, "recent": {"recent": 3},
+           "slope": {"slope": (0.3, -0.1)}, "slope, kept": {"slope": 0.2, "sinks": 1, "recent": 2, "bias_delay": 2**30},
            "all": {"sinks": 1, "recent": 2, "softcap": 2.0, "scale": 0.5, "form": "linear", "dt_bias": True}}
 
 
@@ -42,7 +43,7 @@ def real_tokens(kind):
 
 
 @pytest.mark.parametrize("kind", ["left", "right", "holes"])
-@pytest.mark.parametrize("options", ["plain", "sinks", "recent", "all"])
+@pytest.mark.parametrize("options", ["plain", "sinks", "recent", "slope", "slope, kept", "all"])
 def test_padding_is_no_token(kind, options):
     module, (q, k, v, _) = layer(**OPTIONS[options]), draw(torch.float32, requires_grad=False)
     real = real_tokens(kind)
@@ -51,7 +52,7 @@ def test_padding_is_no_token(kind, options):
     check(one, problem(module, q, k, v, real[:1]))
 
 
-@pytest.mark.parametrize("options", ["plain", "sinks", "recent", "all"])
+@pytest.mark.parametrize("options", ["plain", "sinks", "recent", "slope", "slope, kept", "all"])
 @pytest.mark.parametrize("padded", [False, True])
 def test_every_document_keeps_its_own(options, padded):
     module, (q, k, v, _) = layer(3, **OPTIONS[options]), draw(torch.float32, requires_grad=False)
@@ -103,7 +104,7 @@ def test_more_sinks_and_recent_than_keys():
         check(module(q, k, v), problem(module, q, k, v))
 
 
-@pytest.mark.parametrize("options", ["recent", "all"])
+@pytest.mark.parametrize("options", ["recent", "slope", "all"])
 def test_gradients_with_sinks_and_recent(options):
     module, (q, k, v, _) = layer(dtype=float64, **OPTIONS[options]), draw()
     real = real_tokens("left")
@@ -156,6 +157,32 @@ def test_scores_are_the_layers():
     assert all(x is not None for x in gradients(module.scores(v), (v, *module.parameters())))
 
 
+def test_a_slope_is_added_by_position():
+    """On the scores' own type, of whole sequences; a steep one makes a window of any scores, and none changes a bit."""
+    module, (q, k, v, _) = layer(form="linear", slope=[0.25, -2]), draw(torch.float32, requires_grad=False)
+    plain = layer(form="linear")
+    plain.load_state_dict(module.state_dict())
+    assert module.slope == (0.25, -2.0) and "slope=(0.25, -2.0)" in repr(module)
+    wanted = plain.scores(v) + torch.arange(N) * torch.tensor([0.25, -2.0])[:, None]
+    assert torch.equal(module.scores(v), wanted) and torch.equal(module.scores(v[1]), wanted[1])
+    before = plain(q, k, v)
+    plain.slope = (0, 0)
+    torch.testing.assert_close(plain(q, k, v), before, rtol=0, atol=2e-6)
+    plain.slope, plain.bias_delay = 1e4, 2**30
+    torch.testing.assert_close(plain(q, k, v), dma.attention(
+        q, k, v, mask=dma.IntervalMask.sliding_window(N, 5).to(q)), rtol=0, atol=2e-6)
+    assert not torch.allclose(module(q, k, v), before, atol=1e-2)
+    bounds = torch.tensor([0, 7, 8, N])
+    packed = module(q[0], k[0], v[0], cu_seqlens=bounds, return_lse=True)
+    ids = torch.bucketize(torch.arange(N), bounds[1:], right=True).expand(B, N)
+    for documents in (bounds, ids):  # positions are those in each document
+        for found, wanted in zip(module(q, k, v, documents=documents, return_lse=True), packed):
+            torch.testing.assert_close(found[0], wanted, rtol=0, atol=2e-6)
+    for wrong in ({"padding": torch.ones(B, N + 1)}, {"documents": ids[:, 1:]}, {"documents": ids[None]}):
+        with pytest.raises((TypeError, ValueError), match=next(iter(wrong))):
+            module(q, k, v, **wrong)
+
+
 def test_a_cache_follows_the_layer():
     def kind(cache):
         return re.search(r"dtype='(\w+)'", repr(cache))[1]
@@ -182,8 +209,9 @@ def test_decoding_under_autocast():
 
 @pytest.mark.parametrize("given", [{}, {"padding": torch.arange(N)[None] > 2}, {"documents": torch.tensor([0, 7, N])}],
                          ids=lambda given: next(iter(given), "plain"))
-def test_sinks_and_recent_compile_in_one_graph(given):
-    module, (q, k, v, _) = layer(sinks=2, recent=3), draw(torch.float32)
+@pytest.mark.parametrize("slope", [0.0, 0.2])
+def test_sinks_and_recent_compile_in_one_graph(given, slope):
+    module, (q, k, v, _) = layer(sinks=2, recent=3, slope=slope), draw(torch.float32)
     compiled, leaves = torch.compile(module, fullgraph=True, backend="aot_eager"), (q, k, v, *module.parameters())
     assert same(gradients(module(q, k, v, **given), leaves), gradients(compiled(q, k, v, **given), leaves))
 
@@ -214,7 +242,7 @@ def by_input(window=5, dtype=torch.float32, **options):
 
 
 BY_INPUT = {"plain": {}, "dt_bias": {"dt_bias": True, "bias_delay": 3}, "kept": {"sinks": 1, "recent": 2},
-            "heads": {"window": (4, 9)}}
+            "slope": {"slope": (0.3, -0.1)}, "heads": {"window": (4, 9)}}
 
 
 @pytest.mark.feature("numpy forward", "torch", "DynamicMaskAttention, scores of")

@@ -23,6 +23,7 @@ OPTIONS = {
     "bias": {"bias": True, "dt_bias": True}, "linear": {"form": "linear"}, "softcap": {"softcap": 1.5, "scale": 0.7},
     "head_dim": {"head_dim": 10}, "mha": {"kv_heads": None}, "sinks": {"sinks": 2, "recent": 3},
     "input": {"scores": "input", "dt_bias": True}, "input kept": {"scores": "input", "recent": 3},
+    "slope": {"slope": (0.3, -0.1)}, "input slope": {"scores": "input", "slope": 0.2, "sinks": 1, "recent": 2},
     "all": {"qk_norm": True, "bias": True, "form": "linear", "softcap": 2.0, "head_dim": 4, "sinks": 1, "recent": 2}}
 every_option = pytest.mark.parametrize("options", OPTIONS)
 
@@ -66,6 +67,7 @@ def dense(module, x):
     else:
         scores = core.score_proj(x).mT
     n, place = x.shape[1], torch.arange(x.shape[1])
+    scores = scores + torch.as_tensor(core.slope, dtype=scores.dtype).reshape(-1, 1) * place
     best = reference.top_w_dense(scores.detach().double().numpy(), core.window)
     besides = (place <= place[:, None]) & ((place < core.sinks) | (place > place[:, None] - core.recent))
     mask, group = torch.from_numpy(best) | besides, module.heads // module.kv_heads
@@ -227,7 +229,7 @@ def test_padding_as_integers(kind):
 
 
 @padded
-@pytest.mark.parametrize("options", ["usual", "all"])
+@pytest.mark.parametrize("options", ["usual", "slope", "all"])
 def test_padded_prompts_are_continued(kind, options):
     module, x, more, real = layer(**OPTIONS[options]), tokens(), tokens(n=4), real_tokens(kind)
     cache = module.make_cache(B)
@@ -257,9 +259,10 @@ def test_packed_sequences_are_sequences(options, listed):
         torch.testing.assert_close(a, b, rtol=0, atol=2e-5)
 
 
+@pytest.mark.parametrize("options", [{}, {"slope": (0.3, -0.1)}], ids=str)
 @torch.no_grad()
-def test_packed_decoding():
-    module, x = layer(sinks=1), tokens()
+def test_packed_decoding(options):
+    module, x = layer(sinks=1, **options), tokens()
     cache, bounds = module.make_cache(B), torch.tensor([0, 5, 14])
     first = module(torch.cat((x[0, :5], x[1, :9])), cu_seqlens=bounds, cache=cache)
     second = module(torch.cat((x[0, 5:8], x[1, 9:10])), cu_seqlens=[0, 3, 4], cache=cache)
@@ -290,7 +293,8 @@ def test_checkpointing(given):
 @pytest.mark.parametrize("given", [{}, {"padding": torch.arange(N)[None].expand(B, N) > 2},
                                    {"cu_seqlens": torch.tensor([0, 7, N])}],
                          ids=lambda given: next(iter(given), "plain"))
-@pytest.mark.parametrize("options", [{}, {"qk_norm": True, "sinks": 2, "recent": 3}, {"checkpoint": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"qk_norm": True, "sinks": 2, "recent": 3}, {"checkpoint": True},
+                                     {"slope": (0.3, -0.1)}], ids=str)
 def test_compile_in_one_graph(given, options):
     module, x = layer(**options), tokens(requires_grad=True)
     x = x if "cu_seqlens" not in given else x[0].detach().requires_grad_()
@@ -402,7 +406,8 @@ def test_options_are_checked_when_the_layer_is_made(options, message):
 
 
 # ---- options that are changed ----
-CHANGES = {"window": 3, "sinks": 2, "recent": 4, "form": "linear", "scale": 0.3, "softcap": 1.5, "rope": 100.0}
+CHANGES = {"window": 3, "sinks": 2, "recent": 4, "form": "linear", "scale": 0.3, "softcap": 1.5, "rope": 100.0,
+           "slope": (0.5, -0.5)}
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -438,6 +443,9 @@ def test_other_options_reach_the_core():
     ("softcap", -1, ValueError, "softcap must be a finite number of at least 0"),
     ("deterministic", 1, TypeError, "deterministic must be True or False"),
     ("backend", 3, TypeError, "backend must be a str or None"), ("A_init", None, TypeError, "A_init must be a real"),
+    ("slope", "x", TypeError, "slope must be a real number, got str 'x'"),
+    ("slope", (1, float("inf")), ValueError, r"slope\[1\] must be a finite number"),
+    ("slope", (1, 1, 1), ValueError, "slope must be a number, or one for each of 2 kv heads, got 3"),
     ("rope", -1.0, ValueError, "rope must be a positive base"), ("checkpoint", "no", TypeError, "checkpoint must be"),
     ("batch_first", 0, TypeError, "batch_first must be True or False")])
 def test_a_wrong_change_changes_nothing(name, wrong, error, message):
