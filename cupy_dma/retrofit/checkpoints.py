@@ -19,20 +19,25 @@ from torch import Tensor
 def save(path: Path, recipe: dict[str, Any], learned: dict[str, Tensor], optimizer: Any,
          history: list[dict[str, Any]], group: Any) -> None:
     """Written to another file first, so that an interruption leaves the previous one intact. Returns, on all ranks,
-    when the file is complete."""
+    when the file is complete. If it cannot be written all ranks raise, those that did not try a RuntimeError."""
     first = group is None or group.rank() == 0
     random = _of_ranks([torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [])],
                        group)
     state = optimizer.state_dict()
     state["state"] = {i: {name: _gathered(x, first) for name, x in own.items()} for i, own in state["state"].items()}
     parameters = {name: _gathered(p, first) for name, p in learned.items()}
+    error: Exception | None = None
     if first:
         beside = path.with_name(f"{path.name}.new")
-        torch.save({"recipe": recipe, "parameters": parameters, "optimizer": state, "history": history,
-                    "random": random}, beside)
-        os.replace(beside, path)
-    if group is not None:
-        dist.barrier(group)
+        try:
+            torch.save({"recipe": recipe, "parameters": parameters, "optimizer": state, "history": history,
+                        "random": random}, beside)
+            os.replace(beside, path)
+        except Exception as found:
+            error = found
+    said = _of_ranks(None if error is None else f"{type(error).__name__}: {error}", group)[0]
+    if said is not None:
+        raise error or RuntimeError(f"the first rank could not write the checkpoint {path}: {said}")
 
 
 def load(path: Path, recipe: dict[str, Any], learned: dict[str, Tensor], optimizer: Any,

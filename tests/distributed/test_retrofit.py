@@ -81,6 +81,15 @@ def test_a_resumed_run_of_ranks(ranks, tmp_path, how, trainable):
             torch.testing.assert_close(x, model[name], rtol=0, atol=1e-5, msg=lambda text, name=name: name + text)
 
 
+def test_a_checkpoint_that_cannot_be_written(ranks, tmp_path):
+    """All ranks end, and say why."""
+    (tmp_path / "state.new").mkdir()
+    first, second = ranks.outcomes(2, jobs.with_noise, str(tmp_path / "state"), "ddp", "gate", 1, 1)
+    assert isinstance(first, (OSError, RuntimeError)) and "Is a directory" in str(first)
+    assert isinstance(second, RuntimeError) and str(first) in str(second)
+    assert "the first rank could not write the checkpoint" in str(second)
+
+
 def test_a_checkpoint_is_of_all_ranks(ranks, tmp_path):
     ranks.run(2, jobs.with_noise, str(tmp_path / "0"), "ddp", "gate", 1, 1)
     for error in ranks.outcomes(2, jobs.checkpoint_of_one, str(tmp_path)):
