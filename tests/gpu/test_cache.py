@@ -45,11 +45,11 @@ def same(torch, cache, other):
 # ---- graphs ----
 @pytest.mark.feature("cuda forward", "DynamicCache", "CUDA graphs")
 @PIECES
-@pytest.mark.parametrize("ragged", [False, True], ids=["whole", "ragged"])
+@pytest.mark.parametrize(("ragged", "storage"), [(False, None), (True, None), (False, "fp8"), (True, "int8")])
 @pytest.mark.usefixtures("uncollected")
-def test_torch_graph_replay_equals_eager(torch, length, ragged):
+def test_torch_graph_replay_equals_eager(torch, length, ragged, storage):
     """One graph serves every step: it reads counters, slots and lengths where they are."""
-    history = history_of(length, sinks=2, recent=3, batch=3)
+    history = history_of(length, sinks=2, recent=3, batch=3, options={"storage": storage})
     move, rng = to("torch"), np.random.default_rng(0)
     cache, eager = history.cache(move), history.cache(move)
     static = history.tokens(0, length, move)
@@ -142,11 +142,11 @@ def test_the_first_step_is_captured_by_cupy():
 
 @pytest.mark.feature("cuda forward", "DynamicCache", "slots, attend, commit")
 @PIECES
-@pytest.mark.parametrize("window", [24, (24, 9)])
+@pytest.mark.parametrize(("window", "storage"), [(24, None), ((24, 9), None), (24, "fp8"), ((24, 9), "int8")])
 @pytest.mark.usefixtures("uncollected")
-def test_a_graph_serves_any_slots(torch, length, window):
+def test_a_graph_serves_any_slots(torch, length, window, storage):
     """Requests join and leave between replays of one graph, which also resets a slot and attends before it appends."""
-    history = history_of(length, window=window, sinks=2, recent=3, batch=4)
+    history = history_of(length, window=window, sinks=2, recent=3, batch=4, options={"storage": storage})
     move, rng = to("torch"), np.random.default_rng(0)
     cache, eager = history.cache(move), history.cache(move)
     static = [x[:3].clone() for x in history.tokens(0, length, move)]

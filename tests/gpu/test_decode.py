@@ -97,6 +97,9 @@ def clusters(request, monkeypatch):
     History(dtype="float32", head_dim=40, window=129, sinks=3, length=140), History(scores="nan", dtype="float16"),
     History(dtype="bfloat16", head_dim=64, window=(90, 30), recent=3, length=100, batch=1, bias_delay=20),
     History(dtype="float16", head_dim=128, window=(9, 200), length=220, batch=1, bias_delay=30, scores="hidden"),
+    History(dtype="bfloat16", head_dim=128, window=300, length=320, heads=16, kv_heads=1, options={"storage": "fp8"}),
+    History(dtype="float16", head_dim=64, window=(9, 200), recent=2, length=220, options={"storage": "int8"}),
+    History(dtype="float32", head_dim=40, window=129, length=140, options={"storage": "fp8"}),
 ], ids=str)
 def test_steps_in_clusters_and_with_tickets(case, clusters):
     cupy = pytest.importorskip("cupy")
