@@ -132,6 +132,8 @@ class DynamicMaskAttention(nn.Module, AttentionLayerBase):
     scores : callable
         ``(value (n, Hkv, D), x) -> (Hkv, n)``: scores or gates of tokens; ``x (n, width)`` is the input of the layer's
         attention module, or None.
+    storage : "int8" or "fp8", optional
+        Of the rows in the cache.
 
     Raises
     ------
@@ -142,10 +144,11 @@ class DynamicMaskAttention(nn.Module, AttentionLayerBase):
     supports_dcp = False
 
     def __init__(self, prefix: str, heads: int, kv_heads: int, head_dim: int, scale: float,
-                 how: DynamicMask | GateMask, scores: Callable[[Tensor, Tensor | None], Tensor]) -> None:
+                 how: DynamicMask | GateMask, scores: Callable[[Tensor, Tensor | None], Tensor],
+                 storage: str | None = None) -> None:
         super().__init__()
         self.layer_name, self.num_heads, self.num_kv_heads, self.head_size = prefix, heads, kv_heads, head_dim
-        self.how, self.scores = how, scores
+        self.how, self.scores, self.storage = how, scores, storage
         self.x: Tensor | None = None  # of the current call, where ``scores`` reads it
         self.cache: Cache | None = None
         self.kv_cache = torch.tensor([])
@@ -205,7 +208,7 @@ class DynamicMaskAttention(nn.Module, AttentionLayerBase):
         self._memory = memory
 
     def _single(self, like: Tensor) -> Cache:
-        return single(self.how, self.num_kv_heads, self.head_size, like)
+        return single(self.how, self.num_kv_heads, self.head_size, like, self.storage)
 
 
 @eager_break_during_capture  # vLLM's other way to run an operator between its CUDA graphs

@@ -28,6 +28,7 @@ from cupy_dma.transformers.layers import GATE, SCORES, DynamicMask, GateMask, dy
 from cupy_dma.vllm.attention import OPERATOR, DynamicMaskAttention
 
 Scores = Callable[[Tensor, Tensor | None], Tensor]
+STORAGE = {"int8_per_token_head": "int8", "fp8_per_token_head": "fp8"}  # of rows, by vLLM's kv_cache_dtype
 
 
 class _DynamicMasked:
@@ -69,7 +70,7 @@ def _convert(model: Any, layers: dict[int, DynamicMask | GateMask], config: Any,
         how, name = layers[index], module.attn.layer_name
         scores = _scores(module, how, config.hidden_size)
         module.attn = DynamicMaskAttention(name, module.num_heads, module.num_kv_heads, module.head_dim, module.scaling,
-                                           how, scores)
+                                           how, scores, STORAGE.get(vllm_config.cache_config.cache_dtype))
         vllm_config.compilation_config.static_forward_context[name] = module.attn
         if reads_input(how):
             kind: Any = type(module)
@@ -92,8 +93,8 @@ def _check(vllm_config: VllmConfig) -> None:
         wrong.append("speculative decoding")
     if vllm_config.kv_transfer_config is not None:
         wrong.append("KV connectors and offloading (kv_transfer_config)")
-    if cache.cache_dtype not in ("auto", str(kind).removeprefix("torch.")):
-        wrong.append(f"kv_cache_dtype={cache.cache_dtype!r}")
+    if cache.cache_dtype not in ("auto", str(kind).removeprefix("torch."), *STORAGE):
+        wrong.append(f"kv_cache_dtype={cache.cache_dtype!r} (but {' and '.join(STORAGE)})")
     if wrong:
         raise NotImplementedError(f"models with dynamic masks do not support {', '.join(wrong)} in vLLM")
 

@@ -35,15 +35,16 @@ class Part(NamedTuple):
     padded: int  # bytes
 
 
-def single(how: DynamicMask | GateMask, kv_heads: int, head_dim: int, like: Tensor) -> Cache:
-    """A cache of one sequence for a layer with this selection, of ``like``'s type and device.
+def single(how: DynamicMask | GateMask, kv_heads: int, head_dim: int, like: Tensor,
+           storage: str | None = None) -> Cache:
+    """A cache of one sequence for a layer with this selection, of ``like``'s type and device. ``storage``: of its rows.
 
     Raises
     ------
     TypeError, ValueError
         As the caches do; or the layer's gates have no capacity, so that its cache would grow.
     """
-    options: dict[str, Any] = {"like": like, "sinks": how.sinks}
+    options: dict[str, Any] = {"like": like, "sinks": how.sinks, "storage": storage}
     if isinstance(how, DynamicMask):
         return DynamicCache(1, kv_heads, how.window, head_dim, recent=how.recent, **options)
     if how.capacity is None:

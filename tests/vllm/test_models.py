@@ -111,11 +111,21 @@ def test_graphs_that_are_not_split(models, given):
     ({"decode_context_parallel_size": 2}, "decode_context_parallel_size=2"),
     ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size=2"),
     ({"use_ubatching": True}, "microbatches"), ({"speculative_config": object()}, "speculative decoding"),
-    ({"kv_transfer_config": object()}, "KV connectors"), ({"cache_dtype": "fp8"}, "kv_cache_dtype='fp8'")])
+    ({"kv_transfer_config": object()}, "KV connectors"),
+    ({"cache_dtype": "fp8"}, r"kv_cache_dtype='fp8' \(but int8_per_token_head and fp8_per_token_head\)")])
 def test_what_is_not_supported(models, options, named):
     model, _ = converted(**POLICIES["window"])
     with pytest.raises(NotImplementedError, match=named):
         models.DynamicMaskLlamaForCausalLM(vllm_config=vllm_config(model.config, **options))
+
+
+@needs_stubs
+@pytest.mark.parametrize(("name", "storage"), [("auto", None), ("int8_per_token_head", "int8"),
+                                               ("fp8_per_token_head", "fp8")])
+def test_rows_of_8_bits(models, name, storage):
+    model, _ = converted(**POLICIES["window"])
+    made = models.DynamicMaskLlamaForCausalLM(vllm_config=vllm_config(model.config, cache_dtype=name))
+    assert {layer.self_attn.attn.storage for layer in made.model.layers} == {storage}
 
 
 @needs_stubs

@@ -25,6 +25,7 @@ import transformers
 
 import cupy_dma.transformers as dmt
 import cupy_dma.vllm
+from cupy_dma.transformers.layers import gated_layers
 from tests.project.pages import run_page
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of vLLM and what it imports
@@ -64,19 +65,21 @@ def with_scores(model):
 
 
 @torch.no_grad()
-def generated(model, prompt, new=NEW):
+def generated(model, prompt, new=NEW, storage=None):
+    kind = dmt.GatedCache if gated_layers(model.config) else dmt.DynamicMaskCache
+    cache = {} if storage is None else {dmt.cache_argument(model): kind(model.config, storage=storage)}
     found = model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-                           max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0)
+                           max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0, **cache)
     return found[0, len(prompt):].tolist()
 
 
-def prompts_of(model, lengths=LENGTHS):
+def prompts_of(model, lengths=LENGTHS, storage=None):
     """Prompts, and what transformers generates: texts in which no token comes twice."""
     found = []
     for length in lengths:
         while True:
             prompt = torch.randperm(VOCABULARY)[:length].tolist()
-            answer = generated(model, prompt)
+            answer = generated(model, prompt, storage=storage)
             if len({*prompt, *answer}) == length + NEW:
                 found.append((prompt, answer))
                 break
@@ -139,6 +142,14 @@ def test_the_tokens_of_transformers(name, tmp_path, batches):
     assert any(batch.is_step and len(batch.slots) == 3 for batch in batches)
     assert any(max(count) > 1 and batch.fresh is None for count, batch in zip(counts, batches))  # a later chunk
     assert served(llm, prompts[:2]) == expected[:2]  # no prefix is cached
+
+
+@pytest.mark.parametrize(("name", "storage"), [("Llama-gate", "fp8"), ("Llama-value", "int8")])
+def test_rows_of_8_bits(name, storage, tmp_path):
+    model = model_of(name)
+    prompts, expected = prompts_of(model, storage=storage)
+    assert expected != [generated(model, prompt) for prompt in prompts]
+    assert served(engine(model, tmp_path, kv_cache_dtype=f"{storage}_per_token_head"), prompts) == expected
 
 
 def test_requests_that_join_and_leave(tmp_path, batches):

@@ -23,10 +23,10 @@ def memory_of(cache, pages=PAGES):
 
 
 @pytest.mark.parametrize("name", HOW)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_placed_is_a_cache(name, dtype):
+@pytest.mark.parametrize(("dtype", "storage"), [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, "fp8")])
+def test_placed_is_a_cache(name, dtype, storage):
     torch.manual_seed(0)
-    cache = single(HOW[name], HEADS, SIZE, torch.empty(0, dtype=dtype))
+    cache = single(HOW[name], HEADS, SIZE, torch.empty(0, dtype=dtype), storage)
     expected = cache.select_batch([0] * PAGES)
     memory = memory_of(cache)
     assert placed(cache, memory) is cache
