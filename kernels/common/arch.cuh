@@ -51,6 +51,17 @@ __device__ __forceinline__ float half_of(unsigned word, int side, const __nv_bfl
     return __uint_as_float(side ? word & 0xffff0000u : word << 16);
 }
 
+// Two floats rounded to 16 bit, the first in the lower half.
+__device__ __forceinline__ unsigned pack_pair(const __half*, float low, float high) {
+    const __half2 pair = __floats2half2_rn(low, high);
+    return *reinterpret_cast<const unsigned*>(&pair);
+}
+
+__device__ __forceinline__ unsigned pack_pair(const __nv_bfloat16*, float low, float high) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return *reinterpret_cast<const unsigned*>(&pair);
+}
+
 // ---- instructions in PTX; on a CPU (tests/emulator) their twins ----
 #ifdef CUPY_DMA_HOST
 #include <arch_host.h>

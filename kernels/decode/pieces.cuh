@@ -57,19 +57,26 @@ __device__ __forceinline__ void store_piece(ELEMENT* row, int number, const Piec
 using Row = unsigned char;
 using Stored = Codes<PIECE>;
 
+// Four numbers as words of ELEMENT.
+template <typename T>
+__device__ __forceinline__ void put_words(unsigned* words, const float (&x)[4], const T* type) {
+    words[0] = pack_pair(type, x[0], x[1]);
+    words[1] = pack_pair(type, x[2], x[3]);
+}
+__device__ __forceinline__ void put_words(unsigned* words, const float (&x)[4], const float*) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) words[i] = __float_as_uint(x[i]);
+}
+
 __device__ __forceinline__ Piece piece_of(const Stored& codes, float scale) {
-    Piece piece = {};
+    Piece piece;
 #pragma unroll
     for (int w = 0; w < PIECE / 4; ++w) {
         float x[4];
         numbers_of(x, codes.word[w]);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            constexpr int PER_WORD = 4 / sizeof(ELEMENT);
-            ELEMENT y;
-            from_float(y, x[i] * scale);
-            piece.word[(4 * w + i) / PER_WORD] |= bits_of(y) << i % PER_WORD * 16;
-        }
+        for (int i = 0; i < 4; ++i) x[i] *= scale;
+        put_words(piece.word + w * static_cast<int>(sizeof(ELEMENT)), x, TYPE);
     }
     return piece;
 }

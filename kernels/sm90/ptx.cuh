@@ -362,17 +362,7 @@ __device__ __forceinline__ unsigned add_zero_times(unsigned sum, unsigned pair) 
 __device__ __forceinline__ constexpr bool has_range_of_float(const __half*) { return false; }
 __device__ __forceinline__ constexpr bool has_range_of_float(const __nv_bfloat16*) { return true; }
 
-// Two floats rounded to 16 bit, the first in the lower half.
-__device__ __forceinline__ unsigned pack_pair(const __half*, float low, float high) {
-    const __half2 pair = __floats2half2_rn(low, high);
-    return *reinterpret_cast<const unsigned*>(&pair);
-}
-
-__device__ __forceinline__ unsigned pack_pair(const __nv_bfloat16*, float low, float high) {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-    return *reinterpret_cast<const unsigned*>(&pair);
-}
-
+// Two floats rounded to ELEMENT, the first in the lower half.
 __device__ __forceinline__ unsigned pack_pair(float low, float high) {
     return pack_pair(static_cast<const ELEMENT*>(nullptr), low, high);
 }
