@@ -25,7 +25,7 @@ from torch import Tensor
 
 from cupy_dma import IntervalMask, policies
 from cupy_dma.arrays import library_named
-from cupy_dma.cache.storage import as_read
+from cupy_dma.cache.storage import fake_quantized
 from cupy_dma.retrofit.budgets import above_one_threshold
 from cupy_dma.torch import RetentionGate, attention
 
@@ -199,7 +199,7 @@ def attending(model: Any, attend: Attend, storage: str | None = None) -> Iterato
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         if storage is not None:
             library, dtype = library_named("torch"), str(key.dtype).removeprefix("torch.")
-            key, value = (as_read(library, x, storage, dtype) for x in (key, value))
+            key, value = (fake_quantized(library, x, storage, dtype) for x in (key, value))
         found = attend(Call(module.layer_idx, query, key, value, module.input_of_call))
         return attention(query, key, value, mask=found, causal=found is None, scale=scaling), None
 

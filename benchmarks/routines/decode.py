@@ -45,7 +45,7 @@ from benchmarks.harness.command import why_not
 from benchmarks.harness.pages import REPORTS
 from benchmarks.harness.suite import Case
 from cupy_dma.arrays import library_named
-from cupy_dma.cache.storage import as_read
+from cupy_dma.cache.storage import fake_quantized
 from cupy_dma.masks.windows import Window, each_head
 
 LAYERS = 20  # copies of a case's arrays, so that a graph of steps finds little of them in the L2 cache
@@ -113,7 +113,7 @@ class Benchmark(suite.Checked):
         before = self.key, self.value
         if storage is not None:
             library, dtype = library_named("torch"), str(self.key.dtype).removeprefix("torch.")
-            self.key, self.value = (torch.stack([as_read(library, x, storage, dtype) for x in rows])
+            self.key, self.value = (torch.stack([fake_quantized(library, x, storage, dtype) for x in rows])
                                     for rows in before)
         yield
         self.key, self.value = before

@@ -9,7 +9,7 @@ sinks, recent keys, itself. Those by scores have 4 sinks, 64 recent keys and the
 rows are the mean of all kv heads of all layers; how many each has is learned from ``TRIALS`` training pieces, by one
 threshold for all scores.
 
-    plain     full attention, also to rows of 8 bits (``int8``, ``fp8``); window and sinks; random scores (three
+    plain     full attention, also to 8-bit rows (``int8``, ``fp8``); window and sinks; random scores (three
               seeds); the oracle of largest future attention; SnapKV, at the end of a prompt that full attention has
               read: the ``following`` tokens after it alone
     h2o       H2O, simulated token by token
@@ -65,7 +65,7 @@ from benchmarks.harness.kept_rows import (
 )
 from benchmarks.harness.records import Clock, Row, Run, add_run_options, device_of, run_all
 from cupy_dma import retrofit
-from cupy_dma.cache.storage import CODES
+from cupy_dma.cache.state import CODES
 from cupy_dma.torch import RetentionGate
 
 PARTS = ("check", "plain", "h2o", "scores", "aged", "gates", "warm", "tuned")

@@ -15,7 +15,7 @@ from cupy_dma.cache.record import Record
 from cupy_dma.cache.segments import segments_of
 from cupy_dma.cache.snapshot import empty_state
 from cupy_dma.cache.state import CacheState
-from cupy_dma.cache.storage import storage_of
+from cupy_dma.cache.storage import checked_storage
 from cupy_dma.masks.windows import Window, widest, window_of
 
 
@@ -46,7 +46,7 @@ class CacheBase:
         if dtype is None and like is not None:
             checks.one_of_types(seen)
         kind = type_name(dtype or ("bfloat16" if like is None else seen.dtype))
-        storage = storage_of(storage, kind)
+        storage = checked_storage(storage, kind)
         self._module, library, device = backends.choose(backend, (seen,)), seen.library, seen.device
         self._backend = backend
         if kind == "float64" and device.kind == "cuda" and backend != "numpy":

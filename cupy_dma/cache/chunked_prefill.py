@@ -31,7 +31,7 @@ from cupy_dma.cache.segments import rectangular
 from cupy_dma.cache.slots import flagged_first, index, needed, refreshed, rows
 from cupy_dma.cache.snapshot import copied, copy_rows
 from cupy_dma.cache.state import CacheState, ExtendCall
-from cupy_dma.cache.storage import read, rounded
+from cupy_dma.cache.storage import quantized_call, read
 from cupy_dma.calls.head_dims import movable, widened
 from cupy_dma.calls.sequences import Sequences, sequences_of
 from cupy_dma.calls.types import AttentionCall, key_bias
@@ -47,7 +47,7 @@ def extend_chunk(prefix_stop: PrefixStop, attention: Attention, state: CacheStat
     with state.library.on(state.device):
         if call.length == 0 or call.batch == 0:
             return no_tokens(state, call)
-        target, chosen, call = state, None, rounded(state, call)
+        target, chosen, call = state, None, quantized_call(state, call)
         if call.slots is None:
             state = rectangular(state)
         else:

@@ -15,8 +15,7 @@ from cupy_dma import checks
 from cupy_dma.arrays import Device, Library, Operand, describe
 from cupy_dma.cache.segments import contents, owners, segments_of
 from cupy_dma.cache.slots import flagged_first, index, needed, refreshed
-from cupy_dma.cache.state import SCALES, CacheState, Segments
-from cupy_dma.cache.storage import CODES
+from cupy_dma.cache.state import CODES, SCALES, CacheState, Segments
 from cupy_dma.calls.head_dims import movable
 from cupy_dma.masks.windows import Window, widest
 

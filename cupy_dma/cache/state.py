@@ -33,6 +33,7 @@ from cupy_dma.masks.windows import Window, widest
 
 PER_ROW = ("key", "value", "scores", "positions", "in_top")
 SCALES = ("key_scale", "value_scale")
+CODES = {"int8": "int8", "fp8": "uint8"}  # the type of the codes of a ``storage``
 
 
 @dataclass(slots=True, eq=False)
@@ -82,7 +83,8 @@ class CacheState:
 
     @property
     def storage(self) -> str | None:
-        return {"int8": "int8", "uint8": "fp8"}.get(self.key.dtype)
+        """How rows are stored: a key of ``CODES``, None for rows as they are given."""
+        return None if self.computed is None else next(x for x, kind in CODES.items() if kind == self.key.dtype)
 
     @property
     def per_row(self) -> tuple[str, ...]:

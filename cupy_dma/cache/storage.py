@@ -1,10 +1,10 @@
-"""Rows of 8 bits per number in a cache (SPEC section 18): codes, and a scale per row of keys and of values.
+"""8-bit rows in a cache (SPEC section 18): codes, and a scale per row of keys and of values.
 
 A row is rounded once, when its token comes, and every query, its own included, reads the rounded row: what a cache
 returns does not depend on how tokens are split into calls. Which rows are kept depends on scores alone, and these are
 not rounded.
 
-    scale = max |x| / largest      code = x / scale, rounded to nearest even      read: code * scale, in the call's type
+    scale = max |x| / largest      code = x / scale, rounded, ties to even        read: code * scale, in the call's type
 
 - ``int8``: ``largest`` is 127, and no number is off by more than ``max |x| / 254``.
 - ``fp8``, E4M3 with the bits of ``torch.float8_e4m3fn``: ``largest`` is 448, and ``x`` is off by at most ``|x| / 16``
@@ -12,8 +12,8 @@ not rounded.
 
 Rounding to the call's type comes on top. A row with a number that is not finite reads as NaN throughout.
 
-These are elementwise operations in float32, the same for NumPy, CuPy and torch, and kernels/decode/row_codes.cuh has
-them too: all give equal bits. Call within ``state.library.on(state.device)``.
+These are elementwise operations in float32, the same for NumPy, CuPy and torch, and kernels/decode/quantized_rows.cuh
+has them too: all give equal bits. Call within ``state.library.on(state.device)``.
 """
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ from dataclasses import replace
 from typing import Any
 
 from cupy_dma.arrays import Library, Operand
-from cupy_dma.cache.state import CacheState, ExtendCall
+from cupy_dma.cache.state import CODES, CacheState, ExtendCall
 from cupy_dma.calls.head_dims import movable
 
-CODES = {"int8": "int8", "fp8": "uint8"}  # the type of a code
 LARGEST = {"int8": 127.0, "fp8": 448.0}
 _ROUND = 1.5 * 2**23  # added and subtracted: a float32 below 2**22 becomes the nearest whole number
 
 
-def storage_of(storage: Any, dtype: str = "") -> str | None:
+def checked_storage(storage: Any, dtype: str = "") -> str | None:
     """The argument ``storage`` of a cache for calls of type ``dtype``."""
     if storage is None or isinstance(storage, str) and storage in CODES:
         if storage and dtype == "float64":
@@ -38,18 +37,21 @@ def storage_of(storage: Any, dtype: str = "") -> str | None:
     raise ValueError(f"storage must be None, {' or '.join(map(repr, CODES))}, got {storage!r}")
 
 
-def rounded(state: CacheState, call: ExtendCall) -> ExtendCall:
+def quantized_call(state: CacheState, call: ExtendCall) -> ExtendCall:
     """The call with the rows that the cache will read, and their codes."""
-    if state.storage is None or call.stored is not None:
+    if state.storage is None:
         return call
     library = state.library
     found: dict[str, Operand] = {}
     for name in ("key", "value"):
-        codes, scale = encoded(library, getattr(call, name).array, state.storage)
+        codes, scale = quantized(library, getattr(call, name).array, state.storage)
         found |= {name: library.operand(codes, name), f"{name}_scale": library.operand(scale, f"{name}_scale")}
-    key, value = (library.operand(decoded(library, found[name].array, found[f"{name}_scale"].array, state.dtype), name)
-                  for name in ("key", "value"))
-    return replace(call, key=key, value=value, stored=found)
+
+    def as_read(name: str) -> Operand:
+        codes, scale = found[name].array, found[f"{name}_scale"].array
+        return library.operand(dequantized(library, codes, scale, state.dtype), name)
+
+    return replace(call, key=as_read("key"), value=as_read("value"), stored=found)
 
 
 def read(state: CacheState, name: str, place: Any) -> Any:
@@ -58,10 +60,10 @@ def read(state: CacheState, name: str, place: Any) -> Any:
     rows = movable(library, getattr(state, name).array, getattr(state, name).dtype)[place]
     if state.storage is None:
         return rows
-    return movable(library, decoded(library, rows, getattr(state, f"{name}_scale").array[place], dtype), dtype)
+    return movable(library, dequantized(library, rows, getattr(state, f"{name}_scale").array[place], dtype), dtype)
 
 
-def encoded(library: Library, rows: Any, storage: str) -> tuple[Any, Any]:
+def quantized(library: Library, rows: Any, storage: str) -> tuple[Any, Any]:
     """Codes ``(..., d)`` and scales float32 ``(...)`` of ``rows (..., d)``."""
     xp, x = library.xp, library.astype(rows, "float32")
     most = xp.amax(abs(x), -1)
@@ -78,7 +80,7 @@ def encoded(library: Library, rows: Any, storage: str) -> tuple[Any, Any]:
     return library.astype(xp.where(y < 0, code + 128, code), "uint8"), scale
 
 
-def decoded(library: Library, codes: Any, scale: Any, dtype: str) -> Any:
+def dequantized(library: Library, codes: Any, scale: Any, dtype: str) -> Any:
     """The rows of these codes, of type ``dtype``."""
     xp = library.xp
     if codes.dtype == xp.int8:
@@ -89,6 +91,6 @@ def decoded(library: Library, codes: Any, scale: Any, dtype: str) -> Any:
     return library.astype(x * scale[..., None], dtype)
 
 
-def as_read(library: Library, rows: Any, storage: str, dtype: str) -> Any:
-    """What is read in place of these rows, of the same type."""
-    return decoded(library, *encoded(library, rows, storage), dtype)
+def fake_quantized(library: Library, rows: Any, storage: str, dtype: str) -> Any:
+    """Quantized and dequantized: what is read in place of these rows."""
+    return dequantized(library, *quantized(library, rows, storage), dtype)

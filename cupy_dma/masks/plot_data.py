@@ -47,8 +47,6 @@ def density(mask: Any, query_length: int, batch: int, head: int, max_size: int) 
     end = np.maximum(np.clip(stop - offset, 0, query_length), begin)
     query_edges, key_edges = (np.linspace(0, size, min(size, max_size) + 1).astype(np.int64)
                               for size in (query_length, n))
-    if not n:
-        return np.zeros((len(query_edges) - 1, 0))
     before = [np.add.reduceat(np.clip(edge, begin, end) - begin, key_edges[:-1]) for edge in query_edges]
     return np.diff(before, axis=0) / (np.diff(query_edges)[:, None] * np.diff(key_edges))
 

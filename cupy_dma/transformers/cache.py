@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from transformers.cache_utils import DynamicCache as FullCache
 
 from cupy_dma import checks
-from cupy_dma.cache.storage import storage_of
+from cupy_dma.cache.storage import checked_storage
 from cupy_dma.masks.windows import Window
 from cupy_dma.transformers.budgets import budgets
 from cupy_dma.transformers.cache_layer import DynamicMaskLayer, broken, unreached
@@ -79,7 +79,7 @@ class DynamicMaskCache(Cache):
     def _make_layers(self, config: Any, capacity: Mapping[int, Window | None], record_stops: bool,
                      slots: int | None, storage: str | None) -> None:
         found, self.slots = dynamic_layers(config), slots
-        storage_of(storage)
+        checked_storage(storage)
         if slots is not None:
             checks.whole(slots, "slots", 1)
             if record_stops:

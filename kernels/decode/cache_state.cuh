@@ -8,7 +8,7 @@
 // in_top     // (B, Hkv, R) bytes                                                  //   lowest key; while there is room, minus how much
 // lowest_score // (B, Hkv) f32: that of slot `lowest`                              free     // (B, Hkv): a slot not needed, -1
 //
-// With STORAGE key and value are bytes, new ones, too (decode/round_rows.cu), and every row has a scale.
+// With STORAGE key and value are bytes, new ones, too (decode/quantize_rows.cu), and every row has a scale.
 //
 // A call has n sequences of L tokens. With SLOTS, `slots` says which of the cache's each of them is.
 //
@@ -38,8 +38,8 @@ struct alignas(16) Segment {
 // B is n where an array belongs to the call.
 struct StepParams {
     const ELEMENT* query;
-    const Row* new_key;    // (B, L, Hkv, HEAD_DIM)
-    const Row* new_value;  // (B, L, Hkv, VALUE_DIM)
+    const Row* new_key;        // (B, L, Hkv, HEAD_DIM)
+    const Row* new_value;      // (B, L, Hkv, VALUE_DIM)
     const float* new_score;    // (B, Hkv, L)
     const int* counts;         // (B): how many of its tokens are real, or null: all
     Row* key;

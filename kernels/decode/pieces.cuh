@@ -1,4 +1,4 @@
-// Pieces of rows: what a lane loads at a time, 16 bytes of ELEMENT. With STORAGE (decode/row_codes.cuh), rows of keys and
+// Pieces of rows: what a lane loads at a time, 16 bytes of ELEMENT. With STORAGE (decode/quantized_rows.cuh), rows of keys and
 // values are stored in 8 bits per number, as many numbers a piece; they become ELEMENT where they are used.
 //
 // Prelude: ELEMENT, VECTOR (rows may be read a piece at a time), STORAGE (0 if it is not there).
@@ -8,7 +8,7 @@
 #endif
 #include "common/arch.cuh"
 #if STORAGE
-#include "decode/row_codes.cuh"
+#include "decode/quantized_rows.cuh"
 #endif
 
 constexpr int PIECE = 16 / sizeof(ELEMENT);
@@ -82,7 +82,7 @@ __device__ __forceinline__ Piece piece_of(const Stored& codes, float scale) {
 }
 
 template <int dim>
-__device__ __forceinline__ Stored load_stored(const Row* row, int number, bool exists) {
+__device__ __forceinline__ Stored load_row(const Row* row, int number, bool exists) {
     const Row* source = row + number * PIECE;
     Stored codes = {};
 #if VECTOR
@@ -103,7 +103,7 @@ __device__ __forceinline__ Stored load_stored(const Row* row, int number, bool e
 }
 
 template <int dim>
-__device__ __forceinline__ void store_stored(Row* row, int number, const Stored& codes) {
+__device__ __forceinline__ void store_row(Row* row, int number, const Stored& codes) {
 #if VECTOR
     if (number * PIECE < dim) reinterpret_cast<Stored*>(row)[number] = codes;
 #else
@@ -119,12 +119,12 @@ using Stored = Piece;
 __device__ __forceinline__ const Piece& piece_of(const Stored& piece, float) { return piece; }
 
 template <int dim>
-__device__ __forceinline__ Stored load_stored(const Row* row, int number, bool exists) {
+__device__ __forceinline__ Stored load_row(const Row* row, int number, bool exists) {
     return load_piece<dim>(row, number, exists);
 }
 
 template <int dim>
-__device__ __forceinline__ void store_stored(Row* row, int number, const Stored& piece) {
+__device__ __forceinline__ void store_row(Row* row, int number, const Stored& piece) {
     store_piece<dim>(row, number, piece);
 }
 #endif

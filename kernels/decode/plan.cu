@@ -74,9 +74,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_plan(const StepPara
             const int slot = changes[t].target;
             if (slot < 0) continue;
             for (int i = threadIdx.x; i < 4 * KEY_CHUNKS; i += THREADS)
-                store_stored<HEAD_DIM>(head.key_of(slot), i, load_stored<HEAD_DIM>(head.new_key(t), i, true));
+                store_row<HEAD_DIM>(head.key_of(slot), i, load_row<HEAD_DIM>(head.new_key(t), i, true));
             for (int i = threadIdx.x; i < 8 * VALUE_CHUNKS; i += THREADS)
-                store_stored<VALUE_DIM>(head.value_of(slot), i, load_stored<VALUE_DIM>(head.new_value(t), i, true));
+                store_row<VALUE_DIM>(head.value_of(slot), i, load_row<VALUE_DIM>(head.new_value(t), i, true));
             if (STORAGE && threadIdx.x == 0) {
                 p.key_scale[head.row(slot)] = p.new_key_scale[head.new_row(t)];
                 p.value_scale[head.row(slot)] = p.new_value_scale[head.new_row(t)];

@@ -15,11 +15,11 @@
 // Warps leave outputs, maxima and sums in shared memory, blocks in global memory: `combine` adds them in order, so the
 // result does not depend on which finished first.
 //
-// With STORAGE, keys and values are rows of 8 bits per number, which become operands where they are used; a piece has as
+// With STORAGE, keys and values are 8-bit rows, which become operands where they are used; a piece has as
 // many numbers as one of ELEMENT.
 //
 // Prelude: ELEMENT, HEAD_DIM, VALUE_DIM, VECTOR (rows may be read a piece at a time), ROWS, WARPS, SOFTCAP; STORAGE (as in
-// decode/row_codes.cuh, or none).
+// decode/quantized_rows.cuh, or none).
 #pragma once
 #include "common/arch.cuh"
 #include "common/softmax.cuh"
@@ -143,7 +143,7 @@ __device__ __forceinline__ void load_keys(Keys& keys, const RowOf& row_of) {
     for (int n = 0; n < 2; ++n) {
         const Row* row = row_of(8 * n + lane / 4);
 #pragma unroll
-        for (int c = 0; c < KEY_CHUNKS; ++c) keys.piece[n][c] = load_stored<HEAD_DIM>(row, 4 * c + lane % 4, true);
+        for (int c = 0; c < KEY_CHUNKS; ++c) keys.piece[n][c] = load_row<HEAD_DIM>(row, 4 * c + lane % 4, true);
     }
 }
 
@@ -157,7 +157,7 @@ __device__ __forceinline__ void load_values(Values& values, const RowOf& row_of)
     for (int k = 0; k < 4; ++k) {
         const Row* row = row_of(value_key(k));
 #pragma unroll
-        for (int c = 0; c < VALUE_CHUNKS; ++c) values.piece[c][k] = load_stored<VALUE_DIM>(row, 8 * c + lane / 4, true);
+        for (int c = 0; c < VALUE_CHUNKS; ++c) values.piece[c][k] = load_row<VALUE_DIM>(row, 8 * c + lane / 4, true);
     }
 }
 

@@ -33,6 +33,7 @@
 #include "decode/cache_state.cuh"
 
 constexpr int HEADS = ROWS / TOKENS;
+
 // Of a row of the tile: its token of the launch, and its query head of the set.
 __device__ __forceinline__ int token_of(int row) { return TOKENS > 1 ? row / HEADS : 0; }
 __device__ __forceinline__ int head_of(int row) { return TOKENS > 1 ? row % HEADS : row; }
@@ -43,7 +44,7 @@ static_assert(PIECES <= THREADS, "a piece a thread");
 struct StepShared {
     SplitShared split;
     Stored token[PLANNED ? MAX_TOKENS : 1][PIECES];  // of each token its key, then its value
-    float scale[PLANNED ? MAX_TOKENS : 1][2];  // likewise, with STORAGE
+    float scale[PLANNED ? MAX_TOKENS : 1][2];        // likewise, with STORAGE
 #if PLANNED
     Change changes[MAX_TOKENS];
 #endif
@@ -89,9 +90,8 @@ struct TokenRows {
         for (int k = 0; k < tokens; ++k) {
             const bool exists = tokens == 1 || k < count;
             const int token = tokens == 1 ? head.p.token : exists ? k : 0;
-            piece[k] = i < KEY_PIECES
-                ? load_stored<HEAD_DIM>(head.new_key(token), i, exists)
-                : load_stored<VALUE_DIM>(head.new_value(token), i - KEY_PIECES, exists && i < PIECES);
+            piece[k] = i < KEY_PIECES ? load_row<HEAD_DIM>(head.new_key(token), i, exists)
+                                      : load_row<VALUE_DIM>(head.new_value(token), i - KEY_PIECES, exists && i < PIECES);
         }
         if (STORAGE && i < 2 * tokens && (tokens == 1 || i / 2 < count)) {
             const long long row = head.new_row(tokens == 1 ? head.p.token : i / 2);
@@ -112,9 +112,9 @@ struct TokenRows {
 __device__ __forceinline__ void store_token(const StepShared& shared, int token, const Head& head, int slot) {
     const int i = threadIdx.x;
     if (i < KEY_PIECES)
-        store_stored<HEAD_DIM>(head.key_of(slot), i, shared.token[token][i]);
+        store_row<HEAD_DIM>(head.key_of(slot), i, shared.token[token][i]);
     else if (i < PIECES)
-        store_stored<VALUE_DIM>(head.value_of(slot), i - KEY_PIECES, shared.token[token][i]);
+        store_row<VALUE_DIM>(head.value_of(slot), i - KEY_PIECES, shared.token[token][i]);
     if (STORAGE && i < 2) (i == 0 ? head.p.key_scale : head.p.value_scale)[head.row(slot)] = shared.scale[token][i];
 }
 

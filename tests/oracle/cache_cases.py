@@ -11,7 +11,7 @@ import numpy as np
 
 import cupy_dma as dma
 from cupy_dma.arrays import library_named, numpy_dtype
-from cupy_dma.cache.storage import as_read
+from cupy_dma.cache.storage import fake_quantized
 from cupy_dma.masks.windows import widest
 from tests.oracle import reference
 from tests.oracle.arrays import host
@@ -152,7 +152,7 @@ def stored(rows: np.ndarray, storage: str) -> np.ndarray:
     """The rows that a cache with this ``storage`` reads in place of these; it reads them as they are."""
     library, found = library_named("numpy"), rows
     for _ in range(8):
-        before, found = found, as_read(library, found, storage, rows.dtype.name)
+        before, found = found, fake_quantized(library, found, storage, rows.dtype.name)
         if before.tobytes() == found.tobytes():
             return found
     raise AssertionError("rounding again changes the rows")

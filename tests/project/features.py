@@ -41,8 +41,8 @@ ROWS: dict[str, dict[str, str]] = {
         "extend, one token at a time", "extend, pieces of any lengths", "extend, every split of a prompt",
         "lengths, cu_seqlens", "update", "reorder, select_batch, clone, state_dict",
         "10^4 steps (`cuda`: 10^5) keep the right keys", "CUDA graphs", "stops, replayed",
-        "slots, attend, commit", "rows of 8 bits"), ""),
-    "GatedCache": {"extend, stops, replayed": "", "slots, attend, commit": "", "rows of 8 bits": ""},
+        "slots, attend, commit", "8-bit rows"), ""),
+    "GatedCache": {"extend, stops, replayed": "", "slots, attend, commit": "", "8-bit rows": ""},
     "torch": dict.fromkeys((
         "autograd", "torch.compile", "autocast", "CUDA graphs",
         "DynamicMaskAttention: sinks, recent, padding, documents, packed", "DynamicMaskAttention.extend",

@@ -198,7 +198,7 @@ def decoding() -> list[jit.Config]:
         common = (element, size, size, vector, rows, split.WARPS, False,
                   split.min_blocks(size, size, dtype, rows, 1, storage))
         found += [step.StepConfig(*common, True, 1, planned=tokens > 1, tokens=tokens, storage=storage),
-                  codes.RoundConfig(element, size, size, storage)]
+                  codes.QuantizeConfig(element, size, size, storage)]
     return [*found, step.PlanConfig(*common[:4], 1, step.PLAN_WARPS, False, 1, False, False, False, storage=2)]
 
 

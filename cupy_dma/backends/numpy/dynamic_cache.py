@@ -12,7 +12,7 @@ from cupy_dma.cache.segments import rectangular
 from cupy_dma.cache.slots import index, needed, refreshed, rows
 from cupy_dma.cache.snapshot import OCCUPIED, copied, copy_rows
 from cupy_dma.cache.state import CacheState, ExtendCall
-from cupy_dma.cache.storage import read, rounded
+from cupy_dma.cache.storage import quantized_call, read
 from cupy_dma.calls.head_dims import unmoved, widened
 from cupy_dma.calls.types import AttentionCall, key_bias
 
@@ -30,7 +30,7 @@ def cache_extend(state: CacheState, call: ExtendCall) -> tuple[Any, Any]:
 
 def _step(state: CacheState, call: ExtendCall) -> tuple[Any, Any]:
     """One token per sequence: it takes a free slot, the slot of the key it evicts, or none."""
-    call = rounded(state, call)
+    call = quantized_call(state, call)
     slots, chosen = _occupied(state) + 2, None  # one for the token and one for the next
     if call.slots is None:
         held = _first_slots(state, slots)

@@ -32,7 +32,7 @@ CASES = [
     History(dtype="float32", head_dim=136, window=6, length=16, batch=1, heads=2, kv_heads=1),
     # Steps of a warp in which no token takes a slot, and keys leave or get their bias.
     History(dtype="float16", head_dim=8, window=40, recent=24, bias_delay=10, length=96, batch=1, scores="distinct"),
-    # Rows of 8 bits.
+    # 8-bit rows.
     History(dtype="float16", head_dim=16, value_dim=24, window=9, sinks=2, recent=3, options={"storage": "fp8"}),
     History(dtype="float32", head_dim=8, window=(9, 4), sinks=1, recent=2, scores="nan", options={"storage": "int8"}),
     History(dtype="bfloat16", head_dim=5, value_dim=7, window=9, heads=3, kv_heads=1, options={"storage": "int8"}),

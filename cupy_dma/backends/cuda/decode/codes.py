@@ -1,4 +1,4 @@
-"""Codes of a call's new rows, for a cache with rows of 8 bits (``cupy_dma/cache/storage.py``)."""
+"""Codes of a call's new rows, for a cache with 8-bit rows (``cupy_dma/cache/storage.py``)."""
 from __future__ import annotations
 
 import functools
@@ -11,13 +11,13 @@ from cupy_dma.backends.cuda.runtime.configs import blocks
 from cupy_dma.backends.cuda.runtime.device import LoadedKernel, Runtime
 from cupy_dma.cache.state import CacheState, ExtendCall
 
-STORAGE = {None: 0, "int8": 1, "fp8": 2}  # of kernels/decode/row_codes.cuh
+STORAGE = {None: 0, "int8": 1, "fp8": 2}  # of kernels/decode/quantized_rows.cuh
 WARPS = 4  # of a block, a row each
 
 
 @dataclass(frozen=True)
-class RoundConfig(jit.Config):
-    source = "decode/round_rows.cu"
+class QuantizeConfig(jit.Config):
+    source = "decode/quantize_rows.cu"
     element: str
     head_dim: int
     value_dim: int
@@ -26,7 +26,7 @@ class RoundConfig(jit.Config):
 
 @functools.cache
 def _kernel(runtime: Runtime, index: int, element: str, head_dim: int, value_dim: int, storage: int) -> LoadedKernel:
-    return runtime.load(RoundConfig(element, head_dim, value_dim, storage), "round_rows", index)
+    return runtime.load(QuantizeConfig(element, head_dim, value_dim, storage), "quantize_rows", index)
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Codes:
              stream: int) -> None:
         kernel = _kernel(runtime, index, element, head_dim, value_dim, storage)
         kernel.launch(blocks(2 * self.params["rows"], WARPS), 32 * WARPS,
-                      jit.params(RoundConfig.source, "RoundParams").pack_some(self.params), stream)
+                      jit.params(QuantizeConfig.source, "QuantizeParams").pack_some(self.params), stream)
 
 
 def codes_of(state: CacheState, call: ExtendCall) -> Codes:

@@ -13,7 +13,7 @@ Where a tile of the tensor cores has no room for the query heads of all tokens, 
 Where it has none for two tokens, each token takes a launch without a plan. A call that does not commit always has a
 plan. A call of several tokens without queries is one launch, of the plan.
 
-A cache with rows of 8 bits takes one launch more, ahead of these: ``kernels/decode/round_rows.cu`` makes codes of the
+A cache with 8-bit rows takes one launch more, ahead of these: ``kernels/decode/quantize_rows.cu`` makes codes of the
 new rows.
 """
 from __future__ import annotations
@@ -124,10 +124,8 @@ def step(runtime: Runtime, state: CacheState, call: ExtendCall) -> tuple[Any, An
     tokens = tokens_of_launch(length, plan.rows, plan.sets, state) if query is not None else length
     some, ragged = call.slots is not None, state.segments is not None
     planned = tokens > 1 or not call.commits or some and ragged
-    operands = [] if query is None else [query]
-    operands += [call.key, call.value] if not storage else []
-    kind = ELEMENTS[state.dtype], state.head_dim, state.value_dim, rows_aligned(*operands) and (
-        not storage or not (state.head_dim | state.value_dim) % (16 // ELEMENT_BYTES[ELEMENTS[state.dtype]]))
+    operands = (call.key, call.value) if query is None else (query, call.key, call.value)
+    kind = ELEMENTS[state.dtype], state.head_dim, state.value_dim, rows_aligned(*operands)
     fixed, scratch = _fixed(state, plan, heads, batch, tokens, planned)
     fields = {**fixed, **_moving(call)}
     codes = codes_of(state, call) if storage else None

@@ -1,6 +1,6 @@
-// Rows of 8 bits per number (cupy_dma/cache/storage.py): STORAGE is 1 for INT8, 2 for FP8 (E4M3).
+// 8-bit rows (cupy_dma/cache/storage.py): STORAGE is 1 for INT8, 2 for FP8 (E4M3).
 //
-//     scale = max |x| / LARGEST        code = x / scale, rounded to nearest even        read: code * scale, as ELEMENT
+//     scale = max |x| / LARGEST        code = x / scale, rounded, ties to even          read: code * scale, as ELEMENT
 #pragma once
 #include "common/arch.cuh"
 

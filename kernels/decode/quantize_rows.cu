@@ -1,4 +1,4 @@
-// Codes and scales of a call's new rows (decode/row_codes.cuh), for decode/plan.cu and decode/step.cu.
+// Codes and scales of a call's new rows (decode/quantized_rows.cuh), for decode/plan.cu and decode/step.cu.
 //
 //     key, value              // (n, L, Hkv, HEAD_DIM or VALUE_DIM) ELEMENT, the last axis contiguous
 //     key_codes, value_codes  // the same shape, bytes, contiguous
@@ -7,12 +7,12 @@
 // A warp takes a row: all keys, then all values. A number that is not finite makes the scale NaN, and all codes 0.
 //
 // Prelude: ELEMENT, HEAD_DIM, VALUE_DIM, STORAGE.
-#include "decode/row_codes.cuh"
+#include "decode/quantized_rows.cuh"
 
 constexpr int WARPS = 4;
 constexpr int OWN = ((HEAD_DIM > VALUE_DIM ? HEAD_DIM : VALUE_DIM) + 31) / 32;  // numbers of a lane
 
-struct RoundParams {
+struct QuantizeParams {
     const ELEMENT* key;
     const ELEMENT* value;
     unsigned char* key_codes;
@@ -25,7 +25,7 @@ struct RoundParams {
     int length, kv_heads;
 };
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS) round_rows(const RoundParams p) {
+extern "C" __global__ void __launch_bounds__(32 * WARPS) quantize_rows(const QuantizeParams p) {
     wait_for_earlier_kernels();
     const long long number = (long long)blockIdx.x * WARPS + threadIdx.x / 32;
     if (number >= 2 * p.rows) return;

@@ -1,4 +1,4 @@
-"""Caches with rows of 8 bits: the kernels make the codes of the array code, and read what it reads."""
+"""Caches with 8-bit rows: the kernels make the codes of the array code, and read what it reads."""
 from dataclasses import replace
 
 import numpy as np
