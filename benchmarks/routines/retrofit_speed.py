@@ -11,9 +11,9 @@ gates that were trained for ``ROWS`` rows: their biases are set to that quantile
               and as a CUDA graph; full attention on transformers' cache, eager, filled with random rows
 
 Peers: ``sdpa``, torch's choice; ``flash``, its FlashAttention-2; ``window``, ours with the same rows; ``gates, open``,
-which is how training begins. Timing: ``WARM_UP`` calls, then up to ``--repeats``, queued without waiting, CUDA events
-between them, the median; of decode ``STEPS`` tokens a call. Peak memory: of the measured calls less what was allocated
-before (model, optimizer, cache).
+which is how training begins; ``compiled``: every layer with ``torch.compile``. Timing: ``WARM_UP`` calls, then up to
+``--repeats``, queued without waiting, CUDA events between them, the median; of decode ``STEPS`` tokens a call. Peak
+memory: of the measured calls less what was allocated before (model, optimizer, cache).
 
 Check: with all gates open the hidden states of a text are sdpa's, to ``NEAR`` of their norm; gates keep the share that
 they were set to, to a tenth; the graph decodes the tokens of the eager calls.
@@ -38,7 +38,7 @@ from cupy_dma import retrofit
 PARTS = ("check", "step", "prefill", "decode")
 WARM_UP, STEPS, NEAR = 2, 16, 0.02
 ROWS, RECENT, SINKS = 256, 64, 4
-PEERS = {"step": ("gates", "gates, open", "window", "sdpa", "flash"),
+PEERS = {"step": ("gates", "gates, open", "window", "sdpa", "flash", "gates, compiled", "sdpa, compiled"),
          "prefill": ("gates", "gates, open", "window", "sdpa", "flash"), "decode": ("gates", "gates, graph", "sdpa")}
 SIZES = {"smollm2": {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
                      "num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True},
@@ -70,6 +70,10 @@ class Bench:
             dmt.convert(model, policy="window", window=ROWS - SINKS, sinks=SINKS)
         else:
             model.set_attn_implementation("sdpa")
+        if peer.endswith("compiled"):
+            torch.compiler.reset()
+            for layer in model.model.layers:
+                layer.compile(fullgraph=True, dynamic=False)
         return model.train(trained)
 
     def timed(self, call: Callable[[], Any]) -> dict[str, Any]:

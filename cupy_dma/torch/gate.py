@@ -149,10 +149,9 @@ class RetentionGate(Layer):
         found = self._projected(x, kind)
         if self.training:
             # What does not depend on parameters first, without autograd.
-            shift = torch.rand((batch, self.kv_heads, length), generator=generator, dtype=kind, device=x.device)
-            shift = shift.logit_(1e-6).add_(self.offset).div_(self.temperature)
-            shift = _opened(shift, sinks, OPEN)
-            log_gate = nn.functional.logsigmoid(torch.add(shift, found, alpha=self.gain / self.temperature))
+            shift = torch.empty((batch, self.kv_heads, length), dtype=kind, device=x.device)
+            shift = _opened(shift.uniform_(generator=generator).logit_(1e-6).add_(self.offset), sinks, OPEN)
+            log_gate = nn.functional.logsigmoid(torch.add(shift, found, alpha=self.gain) / self.temperature)
         else:
             logit = self._logits(found)
             log_gate = _opened(torch.zeros_like(logit).masked_fill_(logit <= 0, -torch.inf), sinks, 0.0)

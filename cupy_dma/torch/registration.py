@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cupy_dma import checks
-from cupy_dma.arrays import library_named, torch_tensors
+from cupy_dma.arrays import library_of, torch_tensors
 from cupy_dma.masks.windows import Window
 
 # The compiler must not change the strides of inputs: the last axis has to stay contiguous.
@@ -23,7 +23,8 @@ _STRIDES = getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_strid
 _TENSOR = object()  # stands for a tensor argument of an operator
 _library = torch.library.Library("cupy_dma", "DEF")
 operators = torch.ops.cupy_dma
-library_named("torch")  # made before tracing starts
+for _known in (torch.empty(0), torch.nn.Parameter(torch.empty(0))):
+    library_of(_known, "")  # noted before tracing starts, which guards on it
 
 
 class OperatorOptions(NamedTuple):

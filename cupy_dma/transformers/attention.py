@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cupy_dma.masks.interval import IntervalMask
 from cupy_dma.masks.windows import narrowest
 from cupy_dma.torch import attention, dynamic_mask_attention
 from cupy_dma.torch.kept import kept_keys
@@ -156,6 +157,9 @@ def dynamic_attention(module: Any, how: DynamicMask | GateMask, query: Tensor, k
                 f"dynamic window must be at least the sliding one, or the sliding one at least the number of keys, "
                 f"{key.shape[1]}")
         kept = seen.interval()
+    elif how.form == "none" and seen is None:
+        newest = IntervalMask.sliding_window(key.shape[1], how.window, like=value)
+        kept = newest | IntervalMask.sinks(key.shape[1], how.sinks, like=value)
     elif how.sinks or how.recent or how.form == "none" or seen is not None and not seen.is_aligned:
         kept = None
     else:
@@ -163,6 +167,8 @@ def dynamic_attention(module: Any, how: DynamicMask | GateMask, query: Tensor, k
             score_arguments(value, module.dt_proj, module.A, form=how.form, padding=padding)
         return dynamic_mask_attention(query, key, value, window=how.window, padding=padding, documents=documents,
                                       **given, **settings)
+    if kept is not None and how.form == "none":
+        return attention(query, key, value, mask=kept, **settings)
     scores = _scores(module, how, value, padding)
     if kept is None:
         kept = kept_keys(scores, how.window, how.sinks, how.recent, padding, documents, None)

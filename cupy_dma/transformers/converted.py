@@ -80,9 +80,9 @@ class _DynamicMasked:
         given = (args[0] if args else kwargs["hidden_states"]) if reads_input(self.dynamic_mask) else None
         if isinstance(self.dynamic_mask, GateMask):
             layer = None if cache is None else cache.layers[self.layer_idx]  # type: ignore[attr-defined]
-            self.gate_call = GateCall(given, layer)
+            self.dynamic_cache, self.gate_call, self.score_input = None, GateCall(given, layer), None
         else:
-            self.dynamic_cache, self.score_input = cache, given
+            self.dynamic_cache, self.gate_call, self.score_input = cache, None, given
         try:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         finally:

@@ -329,12 +329,14 @@ def test_gates_start_from_scores(model):
 # ---- speed ----------------------------------------------------------------------------------------------------------
 def test_speed(tmp_path, monkeypatch):
     monkeypatch.setattr(retrofit_speed, "STEPS", 2)
+    compiled = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda layer, **options: compiled(layer, backend="aot_eager"))
     words = ["retrofit_speed", "--size", "tiny", "--device", "cpu", "--out", str(tmp_path), "--commit", "abc",
              "--lengths", "100", "--repeats", "1"]
     assert main(words) == 0
     rows = json.loads((tmp_path / "retrofit_speed.json").read_text())["rows"]
     found = {(row["settings"]["part"], row["settings"]["peer"]): row for row in rows}
-    assert len(found) == len(rows) == 1 + 5 + 5 + 2 and all(row["ms"] > 0 for row in rows)
+    assert len(found) == len(rows) == 1 + 7 + 5 + 2 and all(row["ms"] > 0 for row in rows)
     assert found["check", "gates"]["off"] < 1e-4
     full, ours = (found["decode", peer]["cache_bytes"] for peer in ("sdpa", "gates"))
     assert full == 2 * 2 * 2 * 2 * (100 + 2 * 3) * 8 * 4  # keys and values, layers, rows, heads, tokens, size
@@ -342,6 +344,8 @@ def test_speed(tmp_path, monkeypatch):
     losses = {peer: found["step", peer]["losses"] for peer in retrofit_speed.PEERS["step"]}
     assert losses["sdpa"] == pytest.approx(losses["flash"]) and losses["sdpa"] != pytest.approx(losses["gates"])
     assert losses["sdpa"] == pytest.approx(losses["gates, open"], abs=0.01)
+    assert losses["sdpa"] == pytest.approx(losses["sdpa, compiled"])
+    assert losses["gates"] == pytest.approx(losses["gates, compiled"], abs=0.01)  # other noise
     assert main(words) == 0  # nothing is run again
     assert json.loads((tmp_path / "retrofit_speed.json").read_text())["rows"] == rows
 

@@ -118,6 +118,26 @@ def test_logs_and_what_is_trained():
         assert torch.equal(parameter, before[name]) == (".retention_gate." not in name)
 
 
+def test_compiled_layers():
+    """The same training, with a temperature and a length that change, from few graphs."""
+    def run(compiled: bool) -> Any:
+        torch.manual_seed(1)
+        model, steps = model_of(), 6
+        for layer in model.model.layers if compiled else ():
+            layer.compile(backend="aot_eager", fullgraph=True)
+        batches = (next(texts(1, step, 40 if step > 3 else 48)) for step in range(steps))
+        logs = retrofit.train(model, batches, steps=steps, ratio=2, temperature=(0.5, 0.1), progress=False)
+        return [(log["kl"], log["kept"], log["norm"]) for log in logs]
+
+    expected = run(False)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for found, right in zip(run(True), expected, strict=True):
+        assert found == pytest.approx(right, rel=1e-4)
+    counted = torch._dynamo.utils.counters
+    assert not counted["graph_break"] and counted["stats"]["unique_graphs"] <= 8, counted  # 3 kinds, each made general
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt-neox", "qwen3"])
 @pytest.mark.parametrize("how", ["plain", "left"])
 def test_the_objective_is_the_formula(name, how):
