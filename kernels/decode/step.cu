@@ -50,7 +50,7 @@ struct StepShared {
 #endif
 #if CLUSTER > 1
     struct {
-        float o[CLUSTER][ROWS][VALUE_DIM];
+        alignas(16) float o[CLUSTER][ROWS][VALUE_DIM];
         SplitState state[CLUSTER][ROWS];
         Candidate candidates[CLUSTER];
     } splits;  // of the first block: the results of all
