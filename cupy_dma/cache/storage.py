@@ -67,7 +67,8 @@ def quantized(library: Library, rows: Any, storage: str) -> tuple[Any, Any]:
     """Codes ``(..., d)`` and scales float32 ``(...)`` of ``rows (..., d)``."""
     xp, x = library.xp, library.astype(rows, "float32")
     most = xp.amax(abs(x), -1)
-    scale = xp.where(xp.isfinite(most), most, float("nan")) / LARGEST[storage]
+    # By an array: torch multiplies by the reciprocal of a number.
+    scale = xp.where(xp.isfinite(most), most, float("nan")) / xp.full_like(most, LARGEST[storage])
     y = xp.where((scale > 0)[..., None], x / xp.where(scale > 0, scale, 1)[..., None], 0)
     y = xp.clip(y, -LARGEST[storage], LARGEST[storage])
     if storage == "int8":

@@ -200,6 +200,7 @@ def test_a_graph_of_a_step_replays(torch, clusters, window, length):
         cache.extend(q1, k1, v1, s1.transpose(1, 2), out=out)
 
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         step()
     torch.cuda.current_stream().wait_stream(side)
