@@ -10,6 +10,8 @@ of the shares, which must be of the same sources, device and versions, are joine
     make test-gpu GPU_SHARE=2/2
     python -m tests.gpu.gpu_record --join build/gpu_results-*-2.json
 
+Shares may be shared again: 1/4 is 1/8 and 5/8.
+
 Continuous integration has no GPU, so the result of the last run on one is kept in the repository. ``source_digest``
 ties it to the sources: sha256 over every .cu .cuh .py .h .hpp file below ``kernels`` and then below ``cupy_dma``, in
 the order of their paths (relative to the root, with slashes): first the path in UTF-8, then the bytes of the file.
@@ -20,6 +22,7 @@ import hashlib
 import importlib
 import itertools
 import json
+import math
 import platform
 import re
 import sys
@@ -145,10 +148,11 @@ def pytest_configure(config):
 
 def joined(records: list[dict[str, Any]]) -> dict[str, Any]:
     """One record of all shares; a ValueError if one is missing, there twice or of another run's sources or machine."""
-    count = len(records)
-    shares = sorted(str(record.get("share")) for record in records)
-    if shares != sorted(f"{number}/{count}" for number in range(1, count + 1)):
-        raise ValueError(f"these are not all shares, each once: {', '.join(shares)}")
+    shares = [share(str(record.get("share"))) for record in records]
+    parts = [tuple(map(int, text.split("/"))) for text in shares]
+    count = math.lcm(*[of for _, of in parts])
+    if sorted(i for number, of in parts for i in range(number, count + 1, of)) != [*range(1, count + 1)]:
+        raise ValueError(f"these are not all shares, each once: {', '.join(sorted(shares))}")
     for key in ("source_digest", "device", "versions"):
         if any(record[key] != records[0][key] for record in records):
             raise ValueError(f"{key} is not the same in all shares")

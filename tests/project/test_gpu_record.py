@@ -83,6 +83,11 @@ def test_shares_are_joined(tmp_path, monkeypatch, capsys):
 
     refused("these are not all shares, each once: 1/2\n", first)
     refused("these are not all shares, each once: 1/2, 1/2\n", first, first)
+    third, fourth = written(3, share="1/4", passed=1), written(4, share="3/4", passed=2)
+    assert gpu_record.main(["--join", third, fourth, second]) == 0
+    assert json.loads((tmp_path / "record.json").read_text())["passed"] == 23
+    refused("these are not all shares, each once: 1/2, 1/4, 2/2\n", first, third, second)
+    refused("these are not all shares, each once: 1/4, 2/2\n", third, second)
     refused("No such file", first, str(tmp_path / "none.json"))
     for key in ("source_digest", "device", "versions"):
         refused(f"{key} is not the same in all shares", first, written(2, **{key: "another"}))
