@@ -18,7 +18,9 @@ threshold for all scores.
               itself: that which hides the least attention in ``TRIALS`` training pieces (0: none; 1: a window)
     gates     ``cupy_dma.retrofit.train``, base frozen, from open gates; the delay is the recent keys, and the share of
               older keys falls to what leaves 256 rows on average over the length
-    warm      the same from the scores of the layer's input, of the same seed, in place of open gates
+    enforced  as gates, but the budget's loss weighs ``WEIGHT`` and its target stays for the last quarter of the steps:
+              the gates above close too late, at a share that leaves 390 rows
+    warm      as gates, from the scores of the layer's input, of the same seed, in place of open gates
     tuned     as gates, and the base learns, too (float32 under bfloat16 autocast); the teacher is the model as it was
 
 Trained for 256 rows, on pieces of ``length`` tokens from training documents, a piece a step, three seeds. The other
@@ -68,7 +70,8 @@ from cupy_dma import retrofit
 from cupy_dma.cache.state import CODES
 from cupy_dma.torch import RetentionGate
 
-PARTS = ("check", "plain", "h2o", "scores", "aged", "gates", "warm", "tuned")
+PARTS = ("check", "plain", "h2o", "scores", "aged", "gates", "enforced", "warm", "tuned")
+WEIGHT = 4.0  # of the budget's loss, where it is enforced
 SLOPES, TRIALS = (0.0, *(2.0**-n for n in range(14, 4, -1)), 1.0), 2
 SEEDS, DEPTHS, NEAR = (0, 1, 2), (0.0, 0.25, 0.5, 0.75, 1.0), 0.05
 EVERYTHING = ("full", *CODES)  # kinds that keep all keys
@@ -308,7 +311,7 @@ def trained(bench: Bench, kind: str, seed: int, clock: Clock) -> tuple[Any, list
     if kind == "warm":
         scores, began = regressed(bench, seed, clock)
         warmed(gates, list(scores["input"]))
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"weight": WEIGHT, "shrink": max(1, task.steps * 3 // 4)} if kind == "enforced" else {}
     if kind == "tuned":
         options = {"trainable": "all", "teacher": bench.model.eval(), "autocast": torch.bfloat16}
     bench.folder.mkdir(parents=True, exist_ok=True)
@@ -398,7 +401,8 @@ def runs_of(part: str, bench: Bench) -> Iterator[tuple[str, list[dict[str, Any]]
     else:
         for seed in SEEDS:
             kinds_of = ("input", "value") if part == "scores" else (part,)
-            own_rows = [bench.settings(kind, rows, seed, trained=task.TRAINED, **how) for kind in kinds_of
+            how_trained = {"trained": task.TRAINED, **({"weight": WEIGHT} if part == "enforced" else {})}
+            own_rows = [bench.settings(kind, rows, seed, **how_trained, **how) for kind in kinds_of
                         for how in ({}, {"shared": True})[:1 if part == "aged" else 2] for rows in task.ROWS]
             yield (f"{part}, seed {seed}", own_rows, lambda clock, seed=seed, own=own_rows:
                    training_of(bench, part, seed, own, clock))

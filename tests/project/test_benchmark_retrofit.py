@@ -239,12 +239,12 @@ def run(folder, data, *parts, status=0):
 def test_every_part(tmp_path, data, capsys):
     rows = run(tmp_path, data, *retrofit.PARTS)
     shared = [row for row in rows if row["settings"].get("shared")]
-    assert len(shared) == 2 * (1 + 2 * 5) and all(np.shape(row["heads"]) == (2, 2) for row in shared)
+    assert len(shared) == 2 * (1 + 2 * 6) and all(np.shape(row["heads"]) == (2, 2) for row in shared)
     assert all(np.mean(row["heads"]) <= row["settings"]["rows"] for row in shared)
     assert any(np.unique(row["heads"]).size > 1 for row in shared)
     by = {(row["settings"]["kind"], row["settings"]["rows"], row["settings"]["seed"]): row for row in rows
           if row not in shared}
-    assert len(by) == len(rows) - len(shared) == 1 + 3 + 2 * (4 + 2 * 7)
+    assert len(by) == len(rows) - len(shared) == 1 + 3 + 2 * (4 + 2 * 8)
     assert 0 < by["check", 80, 0]["apart"]["window"] < 1e-4 < by["check", 80, 0]["effect"]
     full = by["full", 0, 0]
     for (kind, budget, seed), row in by.items():
@@ -254,7 +254,7 @@ def test_every_part(tmp_path, data, capsys):
         assert set(row["ending"]) == set(corpus.KINDS)
         if kind != "snapkv":
             assert len(row["by_position"]["text"]) == len(row["edges"]) - 1 == 1
-        trained = kind in ("input", "value", "aged", "gates", "warm", "tuned")
+        trained = kind in ("input", "value", "aged", "gates", "enforced", "warm", "tuned")
         assert ("training" in row) == trained
         if trained:
             pieces = {"warm": 3 + 3, "aged": 3 + retrofit.TRIALS}.get(kind, 3)
@@ -390,12 +390,14 @@ def test_what_the_page_says():
     assert pages_retrofit.closed(result, "gates", 256, "text") == pytest.approx([30, 40, 50])
     assert pages_retrofit.closed(result, "oracle", 128, "code") == pytest.approx([50])
     assert pages_retrofit.closed(result, "snapkv", 128, "code") == []
-    kind, shares = pages_retrofit.best(result)
+    kind, shares = pages_retrofit.best(result, 256)
     assert kind == "gates" and shares == pytest.approx({"text": 40, "code": 30})
     words = pages_retrofit.page(result)
     first, second = words.split("\n\n")[:2]
-    assert first.startswith("**For** models") and "40 % on text and 30 % on code" in first
-    assert second.startswith("**Not for**") and "full attention finds 100 %" in second and "256 rows 50 %" in second
+    assert first.startswith("**For** models") and "with 128 rows gates" in first and "goal" not in first
+    assert first.endswith("with 256 rows gates, base frozen win back 40 % on text and 30 % on code.")
+    assert second.startswith("**Not for**")
+    assert second.endswith("finds 100 %, the same policy with 256 rows 50 %, and a window of as many 25 %.")
     assert "| gates, base frozen | 2.600 (2.500–2.700), +40 % | 2.600 (2.500–2.700), +40 % |" in words
     assert "| gates, base frozen | 3 | 3.0 | 1.5 |" in words and "| SnapKV | 2.250 / 1.250 / 50 |" in words
     assert words.endswith(pages_retrofit.APPENDIX)
@@ -403,7 +405,16 @@ def test_what_the_page_says():
 
 def test_the_page_says_what_was_missed():
     first = pages_retrofit.page(record(better=0.1)).split("\n\n")[0]
-    assert first.startswith("**For nobody yet") and "20 % on text and 10 % on code" in first and "25 %" in first
+    assert first.startswith("**For nobody yet") and "25 %" in first
+    assert first.endswith("with 256 rows gates, base frozen win back 20 % on text and 10 % on code.")
+    half = [one for one in record(better=0.3)["rows"]
+            if (one["settings"]["kind"], one["settings"]["rows"]) != ("gates", 256)]
+    half = {"rows": [*half, row("gates", 256, 0, 2.9, 1.9)]}
+    first, second = pages_retrofit.verdict(half).split("\n\n")
+    assert first.startswith("**For** models") and "with 128 rows gates, base frozen win back 40 %" in first
+    assert first.endswith("The goal was 25 % with 256 rows: with 256 rows gates, base frozen win back 10 % on text "
+                          "and 10 % on code.")
+    assert "the same policy with 128 rows" in second
     partial = {"rows": record(0.3)["rows"][:1]}
     assert pages_retrofit.verdict(partial).startswith("The record does not hold")
 
