@@ -40,12 +40,12 @@ def batch_of(step: int = 0) -> dict[str, Tensor]:
 @contextmanager
 def without_noise() -> Iterator[None]:
     """Gates without noise, which would be drawn otherwise for other shapes."""
-    drawn = torch.rand
-    torch.rand = lambda shape, *, generator, **options: torch.full(shape, 0.5, **options)
+    drawn = torch.Tensor.uniform_
+    torch.Tensor.uniform_ = lambda noise, *, generator: noise.fill_(0.5)
     try:
         yield
     finally:
-        torch.rand = drawn
+        torch.Tensor.uniform_ = drawn
 
 
 def layers_of(model: Any) -> list[Any]:
