@@ -10,6 +10,7 @@ from cupy_dma.cli import demo, demo_ranks  # noqa: E402
 from tests.distributed import jobs  # noqa: E402
 
 
+@pytest.mark.slow
 def test_it_runs(capfd):
     assert cli.main(["demo", "--ranks", "2", "--length", "601", "--window", "40"]) == 0
     said = capfd.readouterr().out

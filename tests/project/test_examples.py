@@ -349,6 +349,7 @@ def test_gates_learn_through_their_key_bias(rng, torch):
 
 
 # ---- JAX ----
+@pytest.mark.slow
 def test_training_in_jax(capsys):
     pytest.importorskip("jax", minversion="0.9")
     pytest.importorskip("flax")

@@ -38,7 +38,7 @@ def test_the_changelog_names_every_public_name():
         assert f"`{name}`" in text or f"cupy_dma.{name}`" in text, name
 
 
-USERS = [pytest.param("typed_user.py", (), id="numpy"),
+USERS = [pytest.param("typed_user.py", (), marks=pytest.mark.slow, id="numpy"),
          pytest.param("typed_torch_user.py", ("torch",), marks=pytest.mark.slow, id="torch")]  # reads all of torch
 
 

@@ -43,6 +43,7 @@ def test_the_example(tmp_path, capsys):
     assert all(torch.equal(x, again.state_dict()[key]) for key, x in loaded.state_dict().items())
 
 
+@pytest.mark.slow
 def test_the_example_on_two_ranks(tmp_path):
     """With torchrun, on a CPU: one report, of the tokens of both."""
     text = tmp_path / "text.txt"

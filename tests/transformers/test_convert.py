@@ -271,6 +271,7 @@ def test_pickles():
         assert again.model.layers[0].self_attn.A is not model.model.layers[0].self_attn.A
 
 
+@pytest.mark.slow
 def test_a_pickle_in_another_process(tmp_path):
     model = small.converted("llama")
     given, _ = small.batch("plain")

@@ -67,6 +67,7 @@ def of(call: Callable[..., Any], batch: int = 2, **options: Any) -> Callable[[in
     return lambda seed: (lambda *x: call(*x, **options), draw(seed, batch=batch, length=N))
 
 
+@pytest.mark.slow
 def test_strides_alignment_and_gradients_of_inputs(device, chain_runs):  # noqa: F811
     def without(which: int) -> Callable[[int], Call]:
         def make(seed: int) -> Call:
@@ -82,6 +83,7 @@ def test_strides_alignment_and_gradients_of_inputs(device, chain_runs):  # noqa:
           | {f"no gradient of input {i}": without(i) for i in range(4)})
 
 
+@pytest.mark.slow
 def test_options(device, chain_runs):  # noqa: F811
     padding = torch.arange(2 * N).view(2, N) % 5 > 0
     check(of(dynamic), {
