@@ -54,6 +54,10 @@ _EPILOGUE = f"""
 alignas(1024) thread_local unsigned char shared_memory[{_DYNAMIC_BYTES}];
 extern "C" unsigned char* dynamic_shared_memory() {{ return shared_memory; }}
 extern "C" const size_t dynamic_shared_size = {_DYNAMIC_BYTES};
+#ifndef CLUSTER
+#define CLUSTER 1
+#endif
+extern "C" const unsigned cluster_size = CLUSTER;
 """
 
 

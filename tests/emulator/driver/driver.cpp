@@ -32,9 +32,11 @@ int load(const std::string& path) {
     if (!l->handle) throw std::runtime_error(dlerror());
     auto* dynamic = reinterpret_cast<unsigned char* (*)()>(dlsym(l->handle, "dynamic_shared_memory"));
     auto* size = static_cast<const size_t*>(dlsym(l->handle, "dynamic_shared_size"));
-    if (!dynamic || !size) throw std::runtime_error(path + " is no emulated kernel");
+    auto* cluster = static_cast<const unsigned*>(dlsym(l->handle, "cluster_size"));
+    if (!dynamic || !size || !cluster) throw std::runtime_error(path + " is no emulated kernel");
     l->dynamic = reinterpret_cast<uintptr_t>(dynamic());  // the thread-local storage exists from here on
     l->dynamic_size = *size;
+    l->cluster = *cluster;
     Dl_info info;
     dladdr(reinterpret_cast<void*>(dynamic), &info);
     l->base = reinterpret_cast<uintptr_t>(info.dli_fbase);
@@ -105,20 +107,24 @@ void launch(int library, const std::string& kernel, unsigned grid, unsigned thre
         if (reads.size() < cells) reads.resize(cells);
 
     std::mt19937 random(seed);
-    std::vector<unsigned> blocks(grid);
-    for (unsigned i = 0; i < grid; ++i) blocks[i] = i;
-    Order{block_order, &random}.arrange(blocks);
+    const unsigned cluster = m.library->cluster;
+    if (grid % cluster)
+        throw Fault(format("kernel %s: %u blocks, in clusters of %u", kernel.c_str(), grid, cluster));
+    const std::vector<unsigned> blocks = arranged(grid, cluster, Order{block_order, &random});
     const Order order{thread_order, &random};
+    unsigned number = 0;
     {
         const Signals signals;
         if (sigsetjmp(m.signalled, 0) == 0)
             for (unsigned block : blocks) {
                 blockIdx = {block, 0, 0};
+                if (cluster > 1 && number++ % cluster == 0) begin_cluster();
                 run_block(order);
                 if (!m.error.empty()) break;
             }
     }
     m.current = -1;
+    m.first.reset();
     m.abandoned = m.abandoned || !m.error.empty();
     if (!m.error.empty()) throw Fault(m.error);
 }
@@ -238,6 +244,29 @@ void machine_named_barrier(int id, int threads, bool wait, Where where) {
     } else {
         arrive(e, wait);
     }
+}
+
+void machine_cluster_arrive(bool releases) {
+    Thread& t = self();
+    ++t.cluster_arrivals;
+    t.released = releases;
+    if (releases) m.released[blockIdx.x] = t.cluster_arrivals;
+}
+
+void machine_cluster_wait(Where where) {
+    Thread& t = self();
+    if (++t.cluster_waits > t.cluster_arrivals) fault("the thread waits for the cluster without having arrived, at " + at(where));
+    if (!t.released) return;
+    if (m.arrived == 0)  // the first thread of the own block, for which this is a barrier, too
+        for (const auto& [block, number] : m.released)
+            if (number <= t.cluster_waits && block != blockIdx.x)
+                m.known.push_back({block, m.barriers, static_cast<uint16_t>(m.current), {~0u, 0}});
+    machine_barrier(BARRIER, 0, where);
+}
+
+void* machine_first_of_cluster(void* shared) {
+    if (!m.first || blockIdx.x % m.library->cluster == 0) return shared;
+    return reinterpret_cast<void*>(m.first->begin + (reinterpret_cast<uintptr_t>(shared) - m.library->dynamic));
 }
 
 void machine_mbarrier_init(uint64_t* barrier, unsigned count, Where where) {

@@ -289,6 +289,21 @@ void poison_shared() {
     fill(l.dynamic + l.dynamic_size, l.tls_end);
 }
 
+// The first block of the cluster begins, and the others have ended: it has what they wrote to its shared memory.
+void receive() {
+    Library& l = *m.library;
+    std::memcpy(reinterpret_cast<void*>(l.dynamic), reinterpret_cast<void*>(m.first->begin), m.dynamic_bytes);
+    for (size_t i = 0; i < m.first->cells.size(); ++i) {
+        const Cell& cell = m.first->cells[i];
+        if (!cell.initialised) continue;
+        SharedCell& own = m.shared_cells[(l.dynamic - l.tls_begin) / CELL_BYTES + i];
+        own.write = {m.blocks, 0, 0, 0, 0, false, cell.write.site};
+        const auto released = m.released.find(cell.write.block);
+        own.awaited = released == m.released.end() ? ~0u : released->second;
+        own.readers = own.in_flight = 0;
+    }
+}
+
 void run_block(const Order& order) {
     ++m.blocks;
     m.alive = m.size;
@@ -301,6 +316,7 @@ void run_block(const Order& order) {
     m.known.clear();
     m.shared_atomics.clear();
     poison_shared();
+    if (m.first && blockIdx.x % m.library->cluster == 0) receive();
     const unsigned warp_count = (m.size + 31) / 32;
     m.warps.resize(warp_count);
     for (unsigned w = 0; w < warp_count; ++w) {
@@ -315,6 +331,8 @@ void run_block(const Order& order) {
         t.last = nullptr;
         t.barrier = t.warp_sync = t.syncs = 0;
         t.waited = m.alone;
+        t.cluster_arrivals = t.cluster_waits = 0;
+        t.released = false;
         t.clocks.assign(m.size, 0);
         t.clocks[i] = 1;
         t.groups.clear();
@@ -342,6 +360,32 @@ void run_block(const Order& order) {
     if (!m.tma_loads.empty())
         m.error = "cp.async.bulk.tensor at " + at(m.tma_loads.front().where) + ": the block ends before its bytes have come\n  in kernel " +
                   m.kernel + format(", block %u", blockIdx.x);
+}
+
+// Blocks in the order they run in: clusters one after the other, their first blocks last.
+std::vector<unsigned> arranged(unsigned grid, unsigned cluster, const Order& order) {
+    std::vector<unsigned> clusters(grid / cluster), others(cluster - 1), blocks;
+    for (unsigned i = 0; i < clusters.size(); ++i) clusters[i] = i;
+    for (unsigned i = 0; i < others.size(); ++i) others[i] = i + 1;
+    order.arrange(clusters);
+    for (unsigned i : clusters) {
+        order.arrange(others);
+        for (unsigned rank : others) blocks.push_back(i * cluster + rank);
+        blocks.push_back(i * cluster);
+    }
+    return blocks;
+}
+
+// Before the first block of a cluster that runs.
+void begin_cluster() {
+    const size_t bytes = m.dynamic_bytes;
+    m.first_memory.assign(bytes + 1024, 0xff);
+    m.first = std::make_unique<Region>();
+    m.first->name = "shared memory of the cluster's first block";
+    m.first->begin = place_of_first();
+    m.first->end = m.first->begin + bytes;
+    m.first->cells.resize(bytes / CELL_BYTES + 1);
+    m.released.clear();
 }
 
 }  // namespace

@@ -33,6 +33,7 @@ struct SharedCell {
     Access write;
     uint32_t in_flight = 0;  // epoch in which an asynchronous copy to here began that has not been waited for
     uint32_t readers = 0;    // warps that have read it since `write`
+    uint32_t awaited = 0;    // another block of the cluster wrote it: threads see it from this wait for the cluster on
 };
 
 // The same of global memory, when and by whom: all that ordering needs.

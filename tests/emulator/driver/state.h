@@ -118,6 +118,8 @@ struct Thread {
     uint32_t barrier, warp_sync;           // passed so far
     uint32_t syncs;                        // barriers of the whole block it has passed
     bool waited;                           // for the kernels ahead in the stream
+    uint32_t cluster_arrivals, cluster_waits;
+    bool released;  // by the last of its arrivals at the cluster's barrier
     Clocks clocks;                         // its own and what it has seen of the others
     std::vector<std::deque<Copy>> groups;  // asynchronous copies under way, the youngest group last
     std::vector<std::deque<BulkReduction>> bulk;  // bulk reductions under way, likewise
@@ -136,6 +138,7 @@ struct Library {
     void* handle;
     uintptr_t base, tls_begin, tls_end, dynamic;  // tls: static and dynamic shared memory
     size_t dynamic_size;
+    unsigned cluster;  // blocks of a cluster
     std::vector<std::pair<uintptr_t, uintptr_t>> image;  // mapped segments
 };
 
@@ -165,6 +168,11 @@ struct Machine {
     uint64_t accesses = 0;
     std::map<const void*, Handovers> tickets;                // by counter: who has taken one, and what they knew
     std::map<const Moment*, std::vector<Moment>> others;     // accesses of other blocks than the Moment's own
+
+    // of the cluster: what other blocks write to its first one's dynamic shared memory
+    std::vector<unsigned char> first_memory;
+    std::unique_ptr<Region> first;
+    std::map<uint32_t, uint32_t> released;  // by block: its last arrival that releases what it did
 
     // of the block
     unsigned size = 0, alive = 0, arrived = 0;
@@ -213,6 +221,12 @@ std::string at(Site site) {
     const char* file = reinterpret_cast<const char*>(site & ((1ull << 47) - 1));
     if (site >> 63) return at(Where{file, static_cast<int>(site >> 47 & 0xffff)});
     return format("<+0x%zx>", static_cast<size_t>(site - m.library->base - 1));
+}
+
+// A second place for dynamic shared memory, aligned as the first.
+uintptr_t place_of_first() {
+    const uintptr_t begin = reinterpret_cast<uintptr_t>(m.first_memory.data());
+    return begin + (1024 - begin % 1024) % 1024;
 }
 
 std::string place() {

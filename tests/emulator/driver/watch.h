@@ -39,7 +39,7 @@ std::string by(const Moment& moment, const char* did) {
                   ? "several threads, among them " : "thread ", moment.thread, moment.block, did) + at(moment.site);
 }
 
-// Whether a ticket has handed over to `now` what another block did at `before`.
+// Whether a ticket, or the cluster, has handed over to `now` what another block did at `before`.
 bool handed_over(const Moment& before, const Moment& now) {
     for (const Known& known : m.known) {
         if (known.block != before.block || (now.thread != known.to && now.barrier <= known.at)) continue;
@@ -114,6 +114,9 @@ void touch_shared(size_t i, const Memory& memory, uintptr_t address, AccessKind 
               ": an asynchronous copy to it has not been waited for");
     if ((kind == READ || kind == ATOMIC) && !changed)
         fault("read of uninitialised " + describe(memory, address) + " at " + at(site));
+    if (changed && cell.awaited > t.cluster_waits)
+        fault("race on " + describe(memory, address) + " at " + at(site) +
+              ": another block of the cluster wrote it, and the thread has not waited for its arrival");
     if (!changed_atomically)
         check_race(cell.write, "wrote", kind, memory, address, site);
     else if (kind != ATOMIC)
@@ -127,6 +130,7 @@ void touch_shared(size_t i, const Memory& memory, uintptr_t address, AccessKind 
     for (; cell.readers != 0; cell.readers &= cell.readers - 1)
         check_race(m.shared_reads[__builtin_ctz(cell.readers)][i], "read", kind, memory, address, site);
     cell.write = now;
+    cell.awaited = 0;
     if (kind != ATOMIC) return;
     auto& changes = m.shared_atomics[i];
     if (!changed_atomically) changes.assign(m.warps.size(), Access());
@@ -179,6 +183,17 @@ void access(uintptr_t address, size_t bytes, AccessKind kind, Site site) {
         const Memory memory{"shared memory", library.tls_begin};
         for_each_cell(address, bytes, library.tls_begin, CELL_BYTES, [&](size_t i, uintptr_t a) {
             touch_shared(i, memory, a, kind, site);
+        });
+        return;
+    }
+    if (m.first && address >= m.first->begin && address + bytes <= m.first->end) {
+        const Memory memory{m.first->name.c_str(), m.first->begin};
+        if (self().cluster_waits == 0)
+            fault(format("%s of ", access_name(kind)) + describe(memory, address) + " at " + at(site) +
+                  ": the thread has not waited until that block runs");
+        const Moment moment = now(m.launches, kind == ATOMIC, site);
+        for_each_cell(address, bytes, m.first->begin, CELL_BYTES, [&](size_t i, uintptr_t a) {
+            touch(m.first->cells[i], memory, a, kind, moment);
         });
         return;
     }

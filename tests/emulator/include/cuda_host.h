@@ -20,6 +20,7 @@
 #define __forceinline__ inline __attribute__((always_inline))
 #define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 #define __align__(n) __attribute__((aligned(n)))
 #define __grid_constant__
 
@@ -168,6 +169,10 @@ inline int __syncthreads_and(int x, Where w = caller()) { return machine_barrier
 inline int __syncthreads_count(int x, Where w = caller()) { return machine_barrier(BARRIER_COUNT, x, w); }
 inline void __syncwarp(unsigned mask = 0xffffffffu, Where w = caller()) { machine_meet(mask, SYNC_WARP, 0, w); }
 inline void __nanosleep(unsigned) {}
+inline void __cluster_barrier_arrive() { machine_cluster_arrive(true); }
+inline void __cluster_barrier_arrive_relaxed() { machine_cluster_arrive(false); }
+inline void __cluster_barrier_wait(Where w = caller()) { machine_cluster_wait(w); }
+inline void* __cluster_map_shared_rank(void* shared, unsigned) { return machine_first_of_cluster(shared); }
 [[noreturn]] inline void __trap(Where w = caller()) { machine_trap("__trap", w); }
 
 inline unsigned own_lane() { return threadIdx.x & 31; }

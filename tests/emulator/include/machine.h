@@ -78,6 +78,13 @@ void machine_wait_for_earlier_kernels();
 // The running thread is handed over all that the blocks knew and had done that took a ticket from this counter before.
 void machine_ticket(const void* counter);
 
+// Clusters of blocks. Those of a cluster run one after the other, the first one last: it finds what the others have written
+// to its shared memory. A thread may touch another block's memory after its first wait. The first block's threads see what
+// a block did after their wait for that block's last arrival that `releases`.
+void machine_cluster_arrive(bool releases);
+void machine_cluster_wait(Where where);
+void* machine_first_of_cluster(void* shared);
+
 // cp.async: the bytes arrive at the wait for their group, and are poison until then.
 void machine_copy_async(void* shared, const void* global, int bytes, int valid, Where where);
 void machine_copy_commit();

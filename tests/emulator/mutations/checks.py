@@ -439,6 +439,7 @@ OWN: dict[str, Callable[[], None]] = {
     "slots": slots(0, 1), "slots[ragged]": slots(1),
     "codes[int8]": elsewhere(test_quantized_rows.test_codes_and_scales, test_quantized_rows.CASES[0], "int8"),
     "codes[fp8]": elsewhere(test_quantized_rows.test_codes_and_scales, test_quantized_rows.CASES[0], "fp8"),
+    "decoding[clusters]": elsewhere(test_decode.test_clusters_of_blocks, test_decode.CLUSTERS[0]),
     "decoding[windows]": decoding(window=(9, 4)), "decoding[delay]": decoding(bias_delay=4, scores="hidden"),
     "last_queries[1]": last_queries(1),
     "last_queries[4]": last_queries(4),

@@ -47,6 +47,15 @@ FAULTS = [
           "p.candidates + segment.first_split + split;", "p.candidates + split;", "decoding[ragged]"),
     Fault("tickets of sequences lie among those of heads", "decode/step.cu",
           "RAGGED || SLOTS || PLANNED ? p.pairs : gridDim.x / blocks;", "gridDim.x / blocks;", "decoding[ragged]"),
+    # ---- clusters of blocks ----
+    Fault("the outputs of a cluster's blocks are not aligned", "decode/step.cu", "alignas(16) float o[CLUSTER]",
+          "float o[CLUSTER]", "decoding[clusters]"),
+    Fault("a block writes to the first one's memory before that runs", "decode/step.cu",
+          "    cluster_wait();  // the first block's memory", "    //", "decoding[clusters]"),
+    Fault("the first block does not wait for the others' results", "decode/step.cu",
+          "        cluster_wait();  // all blocks' results", "        //", "decoding[clusters]"),
+    Fault("a block announces its results before they are written", "decode/step.cu",
+          "        cluster_arrive();", "        cluster_arrive_running();", "decoding[clusters]"),
     # ---- several tokens in a launch, slots ----
     Fault("all tokens see the logits of the first one's keys", "decode/step.cu", ">= t * HEADS) s.x[i] = other.x[i];",
           "< 0) s.x[i] = other.x[i];", "several[sinks and recent]"),

@@ -2,9 +2,11 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -95,6 +97,46 @@ def test_the_order_of_threads_and_blocks_changes_no_bit(history, order):
     assert all(np.array_equal(a.view("u1"), b.view("u1")) for a, b in zip(got, wanted))
     for name, array in expected.state_dict().items():
         assert np.asarray(array).tobytes() == np.asarray(other.state_dict()[name]).tobytes(), name
+
+
+CLUSTERS = [
+    History(dtype="bfloat16", head_dim=64, window=150, length=156, batch=1, recent=3),
+    History(dtype="float16", head_dim=5, value_dim=7, window=9, heads=3, kv_heads=1, softcap=3.0, scale=0.7),
+    History(dtype="float32", head_dim=40, window=139, sinks=3, length=146, batch=1, heads=10, kv_heads=1),
+    History(dtype="float16", head_dim=64, window=9, length=20, options={"storage": "fp8"})]
+
+
+@contextmanager
+def in_clusters():
+    """Every step whose heads have equal numbers of slots."""
+    step.split.cache_clear()
+    with mock.patch.object(step, "clusters_pay", lambda *_: True), emulator.hopper_gpu():
+        yield
+    step.split.cache_clear()
+
+
+@pytest.mark.parametrize("case", CLUSTERS, ids=str)
+def test_clusters_of_blocks(case):
+    cache, begin = case.cache(backend="emulator"), case.length - 12
+    case.run(cache, [begin], np.asarray)
+    with in_clusters():
+        case.check(*steps(case, cache, begin), tf32=True, begin=begin)
+    case.check_kept(cache)
+    kept = cache._state.workspace["decode step", case.heads, case.batch, 1, False]
+    assert kept["num_splits"] == step.CLUSTER
+
+
+@pytest.mark.parametrize("length", [2, 5])
+def test_several_tokens_in_clusters(length):
+    case = History(dtype="bfloat16", head_dim=64, window=70, length=80, heads=2, kv_heads=1)
+    caches, begin = [case.cache(backend="emulator") for _ in range(2)], case.length - 10
+    for cache in caches:
+        case.run(cache, [begin], np.asarray)
+    with in_clusters():
+        found = case.run(caches[0], [length] * (10 // length), begin=begin)
+        for ours, one in zip(found, steps(case, caches[1], begin)):
+            assert ours.tobytes() == one.tobytes()
+    case.check_kept(caches[0])
 
 
 @pytest.mark.parametrize("pieces", [[3, 1, 8, 2], [20, 1, 3], [1, 9, 4]])
