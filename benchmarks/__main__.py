@@ -1,7 +1,7 @@
 """The benchmarks: ``python -m benchmarks ROUTINE``.
 
-A routine is a module of benchmarks/routines, and its docstring is its method; the first line stands in this list. It
-has ``run(args)``, which returns the exit status, and mostly ``add_options(parser)``.
+A routine is a module of benchmarks/routines. Its docstring describes the method, and its first line appears in the list
+of routines. It has ``run(args)``, which returns the exit status, and usually ``add_options(parser)``.
 """
 import argparse
 import ast
@@ -20,24 +20,24 @@ cannot run, or finds no time within --seconds, is a row that says why. --set smo
 
 
 def methods() -> dict[str, str]:
-    """The docstring of each routine, by name. Imports none: each needs libraries of its own."""
+    """The docstring of each routine, by name. Imports no routine, because each needs its own libraries."""
     return {path.stem: ast.get_docstring(ast.parse(path.read_text())) or ""
             for path in sorted(FOLDER.glob("[a-z]*.py"))}
 
 
 def shared_options(name: str) -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    options.add_argument("--out", help="folder of what is recorded (default: that of the GPU in benchmarks/results)")
-    options.add_argument("--commit", help="recorded as the commit where the tree is a copy without its history")
+    options.add_argument("--out", help="folder for results (default: the GPU's folder in benchmarks/results)")
+    options.add_argument("--commit", help="commit to record if this copy of the tree has no git history")
     if name in REPORTS:
         pages = " and ".join(piece.page for piece in REPORTS[name].pieces)
-        options.add_argument("--show", action="store_true", help="print what is recorded")
-        options.add_argument("--update-docs", action="store_true", help=f"put what is recorded into {pages}")
+        options.add_argument("--show", action="store_true", help="print the recorded results")
+        options.add_argument("--update-docs", action="store_true", help=f"write the recorded results into {pages}")
     return options
 
 
 def run(name: str, arguments: list[str]) -> int:
-    """Run a routine, or show what it has recorded, which needs none of its libraries."""
+    """Run a routine, or show its recorded results, which needs none of its libraries."""
     shared = shared_options(name)
     given, _ = shared.parse_known_args(arguments)
     first, _, method = methods()[name].partition("\n")
@@ -70,8 +70,8 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m benchmarks", formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Run a benchmark, show what it has recorded, or put that into the docs.",
         epilog="\n".join(["routines:", *lines, SHARED]))
-    options.add_argument("routine", choices=found, metavar="ROUTINE", help="one of those below")
-    options.add_argument("options", nargs=argparse.REMAINDER, help="of the routine")
+    options.add_argument("routine", choices=found, metavar="ROUTINE", help="one of the routines below")
+    options.add_argument("options", nargs=argparse.REMAINDER, help="options of the routine")
     args = options.parse_args(arguments)
     return run(args.routine, args.options)
 

@@ -1,5 +1,5 @@
-"""Charts of panels of one size: together in one picture beside the results, and one by one on the site, where a phone
-shows them below each other. Needs matplotlib only to draw."""
+"""Charts of equal panels: in one picture beside the results, and separately on the site, so a phone can stack them.
+Needs matplotlib only to draw."""
 import io
 import re
 import zlib
@@ -19,7 +19,7 @@ class Panel:
 
 
 def pyplot() -> Any:
-    """matplotlib's pyplot, drawing into files; None, after a word, where matplotlib is missing."""
+    """matplotlib's pyplot, drawing into files; without matplotlib, prints a message and returns None."""
     try:
         import matplotlib
     except ImportError:
@@ -76,7 +76,7 @@ def save(panels: Sequence[Panel], title: str, path: Path, across: int = 3) -> No
     figure.suptitle(title, fontsize=11)
     figure.savefig(buffer := io.BytesIO(), dpi=110)
     plt.close(figure)
-    from PIL import Image  # which matplotlib needs, too
+    from PIL import Image  # matplotlib needs it too
 
     Image.open(buffer).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)
 
@@ -97,8 +97,8 @@ def svgs(panels: Sequence[Panel]) -> list[str]:
 
 
 def svg(figure: Any, name: str) -> str:
-    """An SVG element: transparent, black lines in the colour of the page's text, as wide as its column. Each of a page
-    has a ``name`` of its own."""
+    """A transparent SVG element as wide as its column; black lines take the colour of the page's text. ``name`` must be
+    unique in a page."""
     import matplotlib
 
     for ax in figure.axes:
@@ -116,7 +116,7 @@ def svg(figure: Any, name: str) -> str:
 
 
 def _legend(figure: Any, columns: int) -> int:
-    """One entry for each label of all panels, below them. Returns the number of rows."""
+    """Draw one entry per label of all panels, below the panels. Returns the number of rows."""
     handles = {name: handle for ax in figure.axes for handle, name in zip(*ax.get_legend_handles_labels())}
     if max(map(len, handles), default=0) > 45:
         columns = max(1, columns - 1)

@@ -4,19 +4,20 @@ With x = scale * q . k + bias over the visible pairs (i, j), the forward of a qu
 
     lse_i = log sum_j exp(x_ij),   out_i = sum_j exp(x_ij - lse_i) v_j
 
-and the gradients, functions of ``out`` and ``lse`` as they were given, are
+and the gradients, computed from the given ``out`` and ``lse``, are
 
     p_ij = exp(x_ij - lse_i),   ds_ij = p_ij * (dout_i . v_j - dout_i . out_i)
     dq_i = scale * sum_j ds_ij k_j,   dk_j = scale * sum_i ds_ij q_i,   dv_j = sum_i p_ij dout_i,   dbias = ds, summed
 
-A query costs its visible keys, a key the queries that see it. Allowed is twice (gradients: three times) the error of
-the plain same-precision computation (the same formulas accumulated in float32, p and ds rounded to the type of the
-input before they are multiplied, the result rounded once) plus one rounding of the largest value (16 of a float32
-result, which is rounded no more coarsely than the steps of its sum, whose order is free) plus, of gradients, 16 float32
-roundings of the largest sum of absolute terms, which may have to cancel.
+A query costs its visible keys, a key the queries that see it. An error may be at most the sum of
 
-``check_forward`` and ``check_backward`` take any mask; ``check_interval_gradients`` and ``TokenCheck`` go through them
-one kv head at a time, over the visible keys alone, for sequences too long for all pairs of a row in all heads.
+    twice (gradients: three times) the error of the plain same-precision computation: the same formulas accumulated in
+        float32, p and ds rounded to the type of the input before they are multiplied, the result rounded once
+    one rounding of the largest value; 16 for a float32 result, because its sum may run in any order
+    for gradients, 16 float32 roundings of the largest sum of absolute terms, because the terms may cancel
+
+``check_forward`` and ``check_backward`` take any mask. ``check_interval_gradients`` and ``TokenCheck`` call them for
+one kv head at a time and its visible keys only, for sequences whose rows of pairs in all heads would not fit.
 """
 import math
 from collections.abc import Callable, Sequence
@@ -29,14 +30,14 @@ from torch import Tensor
 
 from cupy_dma.cli.exact_rows import Deviation, kept_keys
 
-LIFE = 4096  # queries; keys that live longer are sampled only where all do
+LIFE = 4096  # queries; longer-lived keys are sampled only if no key is shorter-lived
 Kept = Sequence[Tensor]  # of each kv head: the keys that are seen, int64
 Seen = Callable[[int], Tensor]
 
 
 @dataclass
 class Problem:
-    """One batch entry: what is computed."""
+    """The computation of one batch entry."""
 
     query: Tensor  # (Lq, H, D)
     key: Tensor  # (Lk, Hkv, D)
@@ -46,10 +47,10 @@ class Problem:
     keys_of: Seen | None = None  # indices of the keys that a query can see; all
     queries_of: Seen | None = None  # indices of the queries that can see a key; all
     softcap: float = 0.0  # c: c * tanh(scale * q . k / c) in place of scale * q . k; 0 = none; forward only
-    bias_delay: int = 0  # of a bias of keys, which are as many as queries
+    bias_delay: int = 0  # of a key bias; needs as many keys as queries
 
     def spread(self, x: Tensor) -> Tensor:
-        """Axis 0 of ``Hkv`` or 1 entries as one of ``H``."""
+        """Repeat the entries of axis 0, ``Hkv`` or 1 of them, to ``H``."""
         heads = self.query.shape[1]
         return x.expand(heads, *x.shape[1:]) if x.shape[0] == 1 else x.repeat_interleave(heads // x.shape[0], 0)
 
@@ -78,12 +79,12 @@ class Problem:
 
 
 def every(i: Tensor, j: Tensor) -> Tensor:
-    """``Problem.visible`` where ``keys_of`` and ``queries_of`` name nothing but visible pairs."""
+    """``Problem.visible`` if ``keys_of`` and ``queries_of`` already list visible pairs only."""
     return torch.ones((1, len(i), len(j)), dtype=torch.bool, device=i.device)
 
 
 def sample(length: int, seed: int, count: int = 5) -> list[int]:
-    """The first, middle and last rows and some drawn ones."""
+    """The first, middle and last rows, and random ones."""
     return sorted({0, length // 2, length - 1, *np.random.default_rng(seed).integers(0, length, count).tolist()})
 
 
@@ -144,7 +145,7 @@ class Given:
     lse: Tensor  # (H, Lq)
 
     def pairs(self, i: Tensor, j: Tensor, wide: torch.dtype, rounded: torch.dtype) -> tuple[Tensor, ...]:
-        """(H, n, m) each: p and ds rounded for the second products, the absolute terms of ds, ds."""
+        """Four arrays (H, n, m): p and ds, both rounded for the second products, the absolute terms of ds, and ds."""
         problem = self.problem
         alive = self.lse[:, i] > -torch.inf
         p = torch.exp(problem.logits(i, j, wide) - torch.where(alive, self.lse[:, i], 0).to(wide)[..., None])
@@ -156,8 +157,8 @@ class Given:
 
 
 def check_backward(given: Given, gradients: Any, rows: Sequence[int], keys: Sequence[int]) -> dict[str, Any]:
-    """Gradients ``(query, key, value, bias)`` without the batch axis, the bias ``(Hkv|H, 1|Lq, Lk)`` or None, of these
-    queries and keys; as ``check_forward``."""
+    """Check gradients ``(query, key, value, bias)`` without the batch axis at these queries and keys; the bias is
+    ``(Hkv|H, 1|Lq, Lk)`` or None. Returns the same as ``check_forward``."""
     names = "query", "key", "value", *(() if gradients[3] is None else ("bias",))
     deviations = {name: Deviation(factor=3) for name in names}
     compare_backward(deviations, given, gradients, rows, keys)
@@ -203,7 +204,7 @@ def compare_backward(deviations: dict[str, Deviation], given: Given, gradients: 
 class GradientCheck:
     queries: int
     keys: int  # (kv head, key) pairs that were compared
-    unseen_keys: int  # (kv head, key) pairs that nobody sees
+    unseen_keys: int  # (kv head, key) pairs that no query sees
     unseen_are_zero: bool
     gradients: dict[str, dict[str, float]]  # name -> error, allowed
 
@@ -221,8 +222,8 @@ class GradientCheck:
 def check_interval_gradients(gradients: Any, dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor,
                              lse: Tensor, bias: Tensor | None, start: Tensor, stop: Tensor, seed: int = 0,
                              bias_delay: int = 0) -> GradientCheck:
-    """Gradients of attention under an interval mask, of the first batch entry; those of keys that nobody sees must be
-    zero, all of them.
+    """Check gradients of attention under an interval mask for the first batch entry; those of all invisible keys must
+    be zero.
 
     Parameters
     ----------
@@ -276,12 +277,12 @@ def best_keys(scores: Tensor, window: int) -> Kept:
 
 
 def sampled_batch(batch: int, seed: int) -> list[int]:
-    """The first and the last sequence and one that is drawn."""
+    """The first, the last and a random sequence."""
     return sorted({0, batch - 1, *np.random.default_rng(seed).integers(0, batch, 1).tolist()})
 
 
 class TokenCheck:
-    """One query over a long history, of any number of sequences; ``result()`` says how they were."""
+    """Checks one query over a long history for each sequence; ``result()`` sums the checks up."""
 
     def __init__(self) -> None:
         self.deviations = {"out": Deviation(), "lse": Deviation()}

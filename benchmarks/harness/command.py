@@ -1,4 +1,4 @@
-"""What the routines share around their measurements: options, records, and the words in which a run ends."""
+"""What all routines share around their measurements: options, records and the final messages of a run."""
 import argparse
 import json
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from benchmarks.harness.report import Report
 
 
 class Refused(Exception):
-    """Options that make no sense, or not here."""
+    """Options that make no sense, or do not work on this machine."""
 
 
 def at_least_1(args: argparse.Namespace, *names: str) -> None:
@@ -21,7 +21,7 @@ def at_least_1(args: argparse.Namespace, *names: str) -> None:
 
 
 def listed(allowed: tuple[Any, ...] | None, kind: Callable[[str], Any] = str) -> Callable[[str], list[Any]]:
-    """The type of an option that takes values with commas between them."""
+    """The type of an option that takes comma-separated values."""
     def parse(text: str) -> list[Any]:
         try:
             found = [kind(part) for part in text.split(",")]
@@ -41,13 +41,13 @@ def needs_hopper() -> None:
 
 
 def options_of(args: argparse.Namespace) -> dict[str, Any]:
-    """What a run was asked for, without where it writes."""
+    """The options of a run, without its output folder."""
     return {name: x for name, x in vars(args).items() if name not in ("out", "show", "update_docs")}
 
 
 def write_record(name: str, args: argparse.Namespace, method: str | None, ok: bool = True, **result: Any) -> Path:
-    """Write a result with its method and machine to ``name`` in the folder of this run, or, if it is not right, to a
-    file beside it; where it is."""
+    """Write a result with its method and machine to ``name`` in the folder of this run; if ``ok`` is false, to a file
+    beside it. Returns the path."""
     record = {"method": method, **measure.machine(), **result}
     record["commit"] = args.commit or record["commit"]
     path = output(args.out, record["device"]) / name
@@ -66,7 +66,7 @@ def finished(path: Path, report: Report, ok: bool) -> int:
 
 
 def why_not(error: Exception) -> str:
-    """In the row of a peer that cannot run, which is a result too."""
+    """The note for a peer that cannot run; its row is a result too."""
     words = f"{type(error).__name__}: {error}"
     if "out of memory" in words.lower() or "OutOfMemory" in words:
         return "out of memory"

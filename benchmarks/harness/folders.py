@@ -1,5 +1,5 @@
-"""Where results lie: a folder for each kind of GPU in ``benchmarks/results``, ``cpu``, and ``evidence`` for what does
-not depend on the machine. The docs show the newest of each."""
+"""Folders of results in ``benchmarks/results``: one per kind of GPU, ``cpu``, and ``evidence`` for results that do not
+depend on the machine. The docs show the newest file of each name."""
 import json
 import re
 from pathlib import Path
@@ -31,7 +31,7 @@ def output(out: str | None, device: str | None = None) -> Path:
 
 
 def newest(pattern: str, out: str | None = None) -> list[Path]:
-    """The files of this name in the folder ``out``, or of all folders of results the newest of each name."""
+    """The files of this name in the folder ``out``; without ``out``, the newest file of each name in all folders."""
     found = RESULTS.glob(f"*/{pattern}") if out is None else Path(out).glob(pattern)
     by_date = sorted(found, key=lambda path: json.loads(path.read_text())["date"])
     return list({path.name: path for path in by_date}.values())
@@ -42,14 +42,14 @@ def recorded(name: str, out: str | None = None) -> Path | None:
 
 
 def rounded(x: Any) -> Any:
-    """Eight digits of every number, more than a clock has."""
+    """Every number rounded to eight digits, more than a clock gives."""
     if isinstance(x, dict):
         return {name: rounded(y) for name, y in x.items()}
     return [rounded(y) for y in x] if isinstance(x, (list, tuple)) else float(f"{x:.8g}") if type(x) is float else x
 
 
 def write(path: Path, record: dict[str, Any]) -> None:
-    """Write a record: a line for each of its entries, and for each element of a list of objects."""
+    """Write a record as JSON, one line per entry and per element of a list of objects."""
     def line(value: Any) -> str:
         return json.dumps(rounded(value), separators=(",", ":"))
 
@@ -63,7 +63,7 @@ def write(path: Path, record: dict[str, Any]) -> None:
 
 
 def read(name: str, out: str | None = None) -> dict[str, Any]:
-    """What is recorded as ``name``; ends the script where nothing is."""
+    """Read the record ``name``; ends the script if there is none."""
     path = recorded(name, out)
     if path is None:
         raise SystemExit(f"{name} is not recorded in {out or RESULTS}")

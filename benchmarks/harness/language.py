@@ -25,7 +25,7 @@ from cupy_dma import IntervalMask
 SEEDS = (0, 1, 2)
 MODELS = ROOT / "build" / "evidence"  # where models are kept
 WARM_UP = 100  # steps
-SHARE = 8  # one slot of a piece in so many begins a needle, where there are any
+SHARE = 8  # one slot in so many begins a needle, in pieces with needles
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Task:
     tokens: int = 16384  # of a step, for each model
     steps: int = 1500
     rate: float = 1e-3
-    scores_rate: float = 1.0  # times the rate, for A and dt_proj
+    scores_rate: float = 1.0  # factor of the rate for A and dt_proj
     planted: bool = False  # with needles in every piece
     grow: bool = True  # a sixteenth of the length at first, all of it after half the steps
     layers: int = 6
@@ -44,7 +44,7 @@ class Task:
     inner: int = 1536
 
     def at(self, step: int) -> int:
-        """Length of the pieces of a step of training."""
+        """Length of the pieces in a training step."""
         return self.length // 2**max(0, 4 - 8 * step // self.steps) if self.grow else self.length
 
     @property
@@ -53,7 +53,7 @@ class Task:
 
 
 def settings(task: Task, how: Attention) -> list[dict[str, Any]]:
-    """Of each model of a stack."""
+    """Settings of each model of a stack."""
     return [{**asdict(task), **asdict(how), "seed": seed} for seed in SEEDS]
 
 
@@ -69,7 +69,7 @@ def losses_of(models: Models, tokens: Tensor) -> Tensor:
 
 @dataclass
 class Found:
-    """What training leaves behind."""
+    """The trained models and their history."""
 
     models: Models
     losses: list[list[float]]  # every 100 steps, for each model
@@ -80,7 +80,7 @@ class Found:
 def train(task: Task, how: Attention, source: text.Text, device: str, compile: bool, clock: Clock) -> Found:
     measure.free_memory()
     models = made(task, how, device, compile)
-    torch.manual_seed(0)  # of the random kind
+    torch.manual_seed(0)  # for random scores
     rates = torch.full((len(SEEDS),), task.rate, device=device)
     optimizer = Adam(models, rates, torch.full_like(rates, task.scores_rate), decay=0.1)
     generators = [torch.Generator(device).manual_seed(100 + seed) for seed in SEEDS]
@@ -119,13 +119,13 @@ def train(task: Task, how: Attention, source: text.Text, device: str, compile: b
 
 
 def edges(length: int) -> list[int]:
-    """Where bins of positions begin and end: 0, 64, 128, 256, ... to the length."""
+    """Edges of the bins of positions: 0, 64, 128, 256, ... up to the length."""
     return [0, *(64 * 2**i for i in range(32) if 64 * 2**i < length), length]
 
 
 @torch.no_grad()
 def by_position(models: Models, source: text.Text, length: int, count: int, device: str) -> list[list[float]]:
-    """For each model, nats per byte in each bin of positions, of the beginnings of ``count`` held-out files."""
+    """For each model, nats per byte in each bin of positions, over the beginnings of ``count`` held-out files."""
     total = torch.zeros(len(SEEDS), length, device=device)
     held_out = text.first_bytes(source, length + 1, count).to(device)
     for piece in held_out.split(4):
@@ -142,8 +142,8 @@ def kept_until(mask: IntervalMask, batch: int) -> Tensor:
 
 @torch.no_grad()
 def lives_of(models: Models, tokens: Tensor, device: str) -> list[list[list[list[int]]]]:
-    """How many keys of the first half of ``tokens (1, N)`` live how long, as ``LIVES`` names it: counts by model, layer
-    and kv head. In the first half, half the length or more of a life can be seen."""
+    """Lifetimes of the keys in the first half of ``tokens (1, N)``, counted in the classes ``LIVES`` by model, layer
+    and kv head. Lives of these keys can be followed for at least half of the length."""
     with autocast(device):
         models(tokens.expand(len(SEEDS), 1, -1))
     n = tokens.shape[1]

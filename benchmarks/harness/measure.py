@@ -2,21 +2,21 @@
 
 GPU time: the call is captured in a CUDA graph after three warm-up calls, so that host time plays no part; before each
 replay a 256 MiB buffer is overwritten, which empties the L2 cache; CUDA events stand around the replay alone; the
-result is the median. A call that cannot be captured is timed without a graph, and the row says so. The number of
-replays follows the time of one: enough for ``BUDGET_MS``, at least 5, at most 30. All of them are queued behind work of
-two milliseconds, so that a host that is late, as a shared one is for seconds, does not come between two events.
+result is the median. A call that cannot be captured is timed without a graph, and the row says so. Replays fill
+``BUDGET_MS``, but number at least 5 and at most 30. All are queued behind two milliseconds of work, so a delayed host
+(a shared one may pause for seconds) does not add time between two events.
 
-Steps of decoding take microseconds: several of them, on arrays of their own, stand in one graph, events around all of
-them, and the L2 cache holds what the steps before leave in it (``steps_ms``).
+Decode steps take microseconds, so several steps, each on its own arrays, run in one graph between two events; the L2
+cache holds what earlier steps left in it (``steps_ms``).
 
 Host time: wall time of many calls that are queued without waiting, divided by their number; the fastest of twenty
-rounds, for a shared host has phases of seconds in which everything takes half as long again.
-End to end: wall time of one call and the wait for its end, median of 50.
+rounds, because a shared host has phases of seconds in which everything takes 1.5 times as long.
+End to end: wall time from one call until it has finished, median of 50.
 
 Peak memory: the largest ``torch.cuda.max_memory_allocated`` over one call, less what was allocated before it, results
 included.
 
-Without a GPU everything runs on the CPU with a plain clock: that is for trying the scripts out, not for numbers.
+Without a GPU everything runs on the CPU with a plain clock, only to try the scripts out.
 """
 import datetime
 import gc
@@ -61,8 +61,8 @@ def flush_l2() -> None:
 def gpu_ms(call: Callable[[], Any], setup: Callable[[], Any] | None = None) -> tuple[float, str]:
     """Median milliseconds of ``call`` and how they were measured ("graph", "events" or "cpu clock").
 
-    ``setup`` runs before every recorded execution of ``call`` and is not timed; under a graph that is once, before the
-    capture, so it may only change what the host does (such as forgetting a cached result).
+    ``setup`` runs, untimed, before every recorded execution of ``call``. With a graph it runs once, before the capture,
+    so it may only change what the host does (such as discarding a cached result).
     """
     setup = setup or (lambda: None)
     if not on_gpu():
@@ -81,8 +81,8 @@ def gpu_ms(call: Callable[[], Any], setup: Callable[[], Any] | None = None) -> t
 def steps_ms(calls: Sequence[Callable[[], Any]]) -> tuple[float, str]:
     """Median milliseconds of one of ``calls``, which run one after the other in one graph, and how it was measured.
 
-    For calls of microseconds, beside which a replay of its own is long. Nothing is done about the L2 cache in between:
-    ``calls`` should work on arrays of their own, together larger than it.
+    For calls of microseconds, which are short beside a replay of their own. The L2 cache is not emptied in between:
+    each of ``calls`` should use its own arrays, together larger than the cache.
     """
     def run() -> None:
         for call in calls:
@@ -97,7 +97,8 @@ def steps_ms(calls: Sequence[Callable[[], Any]]) -> tuple[float, str]:
 
 
 def captured(call: Callable[[], Any], setup: Callable[[], Any] = lambda: None) -> tuple[Callable[[], Any], str]:
-    """``call``, warmed up, as the replay of a CUDA graph, and "graph"; or as it is, and "events" or "cpu clock"."""
+    """Warm ``call`` up and return the replay of its CUDA graph and "graph", or ``call`` itself and "events" or "cpu
+    clock"."""
     if not on_gpu():
         return call, "cpu clock"
     side = torch.cuda.Stream()
@@ -108,7 +109,7 @@ def captured(call: Callable[[], Any], setup: Callable[[], Any] = lambda: None) -
             call()
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
-    # What is compiled later frees the workspaces of cuBLAS: the graph has its own, which live as long as it does.
+    # Later compilation frees cuBLAS workspaces, so the graph gets its own, which live as long as the graph.
     torch._C._cuda_clearCublasWorkspaces()
     try:
         setup()
@@ -170,7 +171,7 @@ def host_us(call: Callable[[], Any], calls: int = 100, rounds: int = 20) -> floa
 
 
 def step_times(step: Callable[[], Any], steps: int, device: str) -> list[float]:
-    """Milliseconds of each of ``steps`` calls, on a GPU between events in the stream, without waits."""
+    """Milliseconds of each of ``steps`` calls; on a GPU, between events in the stream, without waiting."""
     if not device.startswith("cuda"):
         marks = [time.perf_counter()]
         for _ in range(steps):
@@ -187,8 +188,8 @@ def step_times(step: Callable[[], Any], steps: int, device: str) -> list[float]:
 
 
 def timed(step: Callable[[], Any], steps: int, device: str, beyond: bool = False) -> dict[str, Any]:
-    """``step_times``, their median and the peak of memory in them, 0 without a GPU. ``beyond``: without what was
-    allocated before."""
+    """``step_times``, their median and their peak memory (0 without a GPU). ``beyond``: subtract what was allocated
+    before."""
     on_cuda = device.startswith("cuda")
     if on_cuda:
         torch.cuda.synchronize()
@@ -200,7 +201,7 @@ def timed(step: Callable[[], Any], steps: int, device: str, beyond: bool = False
 
 
 def gpu_events(call: Callable[[], Any]) -> list[tuple[str, float, float]]:
-    """Name, begin and end in microseconds of what ``call`` runs on the GPU, kernel by kernel, by torch's profiler."""
+    """Name, start and end in microseconds of each kernel that ``call`` runs, from torch's profiler."""
     from torch.profiler import ProfilerActivity, profile
 
     synchronize()
@@ -212,9 +213,9 @@ def gpu_events(call: Callable[[], Any]) -> list[tuple[str, float, float]]:
 
 
 def waited_us(call: Callable[[], Any], calls: int = 50) -> float:
-    """Median microseconds from before ``call`` until the stream has its results, the wait included."""
+    """Median microseconds from the start of ``call`` until its results are ready."""
     samples = []
-    # To wait for the whole device, or to ask which stream is current, takes microseconds of its own.
+    # Synchronizing the device or asking for the current stream would add microseconds.
     wait = torch.cuda.current_stream().synchronize if on_gpu() else synchronize
     for _ in range(3 + calls):
         synchronize()
@@ -242,7 +243,7 @@ def peak_bytes(call: Callable[[], Any]) -> int:
 
 
 def free_memory() -> None:
-    """Of the GPU."""
+    """Release cached memory of the GPU."""
     if on_gpu():
         gc.collect()
         torch.cuda.empty_cache()
@@ -254,7 +255,7 @@ def free_bytes() -> float:
 
 
 def machine() -> dict[str, Any]:
-    """Versions, device, clocks, commit and date: what a number means nothing without."""
+    """Versions, device, clocks, commit and date, without which a number means nothing."""
     versions = {"python": platform.python_version()}
     for name in ("numpy", "torch", "cupy", "triton"):
         try:
@@ -280,7 +281,7 @@ def _query(fields: str) -> str:
 
 
 def commit() -> str:
-    """The commit of the tree, with a mark if files differ from it; empty outside a repository."""
+    """The commit of the tree, marked if files were changed since; empty outside a repository."""
     try:
         def git(*words: str) -> str:
             return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True,

@@ -1,4 +1,4 @@
-"""What pages show of each routine's record: ``REPORTS``, by the routine's name. Needs no GPU and no torch."""
+"""What pages show of each routine's record: ``REPORTS``, by the routine's name. Needs neither a GPU nor torch."""
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -41,8 +41,8 @@ def bytes_of(stage: str) -> Cell:
 
 # ---- forward and backward -------------------------------------------------------------------------------------------
 def in_tables(case: Entry) -> bool:
-    """The tables show the model-sized cases with 16 heads, and the ends of the original's table; no batches, and
-    independent scores."""
+    """Whether tables show a case: model-sized with 16 heads, or an end of the original's table; batch 1 and independent
+    scores only."""
     if case["set"] == "model":
         return case["heads"] == 16 and case.get("batch", 1) == 1 and not case.get("pattern")
     return (case["set"], case["key_length"]) in (("train", 32768), ("infer", 524288))
@@ -72,7 +72,7 @@ def of_shapes(table: Table, words: str, result: Entry) -> str:
 
 
 def by_shape(curves: Curves, result: Entry) -> list[Panel]:
-    """Time against length for each shape, and against the window. The cases of a panel differ in nothing else."""
+    """Panels of time against length for each shape, and against the window. Nothing else varies within a panel."""
     panels: dict[str, tuple[str, list[Entry]]] = {}
     for case in result["cases"]:
         shape = f"{case['heads']}/{case['kv_heads']} heads, D {case['head_dim']}"
@@ -96,7 +96,7 @@ def by_shape(curves: Curves, result: Entry) -> list[Panel]:
 def points(cases: list[Entry], members: list[Entry], axis: str, who: str, stage: str) -> list[tuple[float, float]]:
     found = [(case[axis], x) for case in members if (x := value(case, who, stage)) is not None]
     if not found and axis == "window" and who in ("cudnn", "flash"):
-        # Dense attention does not know the window: one time for all.
+        # Dense attention ignores the window: one time for all.
         for case in cases:
             same = all(case[size] == members[0][size] for size in ("heads", "head_dim", "key_length"))
             x = value(case, who, stage) if same and case["set"] == "train" else None
@@ -119,7 +119,7 @@ BACKWARD_CURVES: Curves = (
 
 
 # ---- decode ---------------------------------------------------------------------------------------------------------
-STEP_US, REPLAY_US, BANDWIDTH, STATELESS_US, SPEEDUP, MEMORY = 12.0, 15.0, 0.70, 40.0, 20.0, 1 / 64  # what is wanted
+STEP_US, REPLAY_US, BANDWIDTH, STATELESS_US, SPEEDUP, MEMORY = 12.0, 15.0, 0.70, 40.0, 20.0, 1 / 64  # goals
 
 
 def of_set(result: Entry, name: str) -> list[Entry]:
@@ -143,23 +143,23 @@ def history_bytes(case: Entry) -> int:
 
 
 def of_step(case: Entry, field: str = "ms", parts: int = 1) -> float | None:
-    """Of a step with the whole window, or a part of it."""
+    """Whether a row is a step with the whole window, or a part of it."""
     return value(case, OURS, f"step w{case['window'] // parts}", field)
 
 
 def bandwidth(result: Entry, case: Entry) -> float | None:
-    """Bytes of the kept rows by the time of a step, in parts of the copy bandwidth."""
+    """Bytes of the kept rows per time of a step, relative to the copy bandwidth."""
     spent, kept = of_step(case), of_step(case, "kept_bytes")
     return kept / spent / 1e9 / result["copy_tb_s"] if spent and kept else None
 
 
 def speedup(case: Entry) -> float | None:
-    """Attention over all keys against a step of the whole window."""
+    """Speedup of a step with the whole window over attention over all keys."""
     return ratio(dense_ms(case), of_step(case))
 
 
 def goals(result: Entry) -> list[Entry]:
-    """What is wanted: name, what was found (None: not measured), the limit, and whether it is a least or a most."""
+    """The goals: name, measured value (None: not measured), limit, and whether it is a minimum or a maximum."""
     found: list[Entry] = []
 
     def add(name: str, numbers: Any, limit: float, unit: str, least: bool = False) -> None:
@@ -242,7 +242,7 @@ def decode_table(result: Entry) -> str:
 
 
 def with_goals(found: Callable[[Entry], list[Entry]], word: Callable[[Entry], str], result: Entry) -> str:
-    """What a run prints, and how far its goals were reached."""
+    """The text of a run, followed by its goals and whether they were met."""
     return "\n".join([text(result), *(f"{goal['name']:<88} {word(goal)}" for goal in found(result))])
 
 
@@ -279,7 +279,7 @@ FLEX, BLOCKS, COLUMNS, INTERVAL, VARLEN, PLAIN, CAPPED = 1.25, 1 / 4, 1 / 6, 1.3
 
 
 def ratios(result: Entry) -> list[Entry]:
-    """Every ratio that has a limit: name, our time, the time it is compared with (None: not measured), ratio, limit."""
+    """Every ratio with a limit: name, our time, the peer's time (None: not measured), ratio, limit."""
     found: list[Entry] = []
 
     def add(name: str, ours: float | None, other: float | None, limit: float) -> None:

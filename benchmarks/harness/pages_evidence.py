@@ -16,7 +16,7 @@ COLOURS = {"full": "black", "window": "tab:gray", "random": "tab:olive", "bias":
 
 
 def where(result: dict[str, Any]) -> str:
-    """On what the rows were recorded, and what they cost."""
+    """The machines on which the rows were recorded, and their cost."""
     rows = result["rows"]
     devices, commits, dates = (sorted({row[name] for row in rows}) for name in ("device", "commit", "date"))
     minutes = sum(row["seconds"] for row in rows) / 60
@@ -25,7 +25,7 @@ def where(result: dict[str, Any]) -> str:
 
 
 def spread(values: list[float], scale: float = 1.0, digits: int = 1) -> str:
-    """The mean of the seeds and, in brackets, the least and the greatest where they differ; how many are NaN."""
+    """The mean over seeds, with minimum and maximum in brackets if they differ, and the number of NaNs."""
     lost, values = sum(map(math.isnan, values)), [x for x in values if not math.isnan(x)]
     if lost:
         return f"{spread(values, scale, digits)}, {lost} NaN" if values else "NaN"
@@ -36,7 +36,7 @@ def spread(values: list[float], scale: float = 1.0, digits: int = 1) -> str:
 
 
 def grouped(rows: list[Row], without: tuple[str, ...]) -> dict[tuple[Any, ...], list[Row]]:
-    """Rows whose settings differ in nothing but ``without``."""
+    """Groups of rows whose settings differ only in ``without``."""
     found: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         key = tuple(sorted((name, x) for name, x in row["settings"].items()
@@ -46,7 +46,7 @@ def grouped(rows: list[Row], without: tuple[str, ...]) -> dict[tuple[Any, ...], 
 
 
 def ordered(stacks: Iterable[list[Row]], key: Callable[[Row], Any]) -> list[list[Row]]:
-    """By what ``key`` says of the settings."""
+    """Sorted by ``key(settings)``."""
     return sorted(stacks, key=lambda rows: key(rows[0]["settings"]))
 
 
@@ -55,7 +55,7 @@ def rank(one: Row) -> int:
 
 
 def words(one: dict[str, Any]) -> str:
-    """The attention of a row's settings."""
+    """The attention in a row's settings, in words."""
     kind = one["kind"]
     if kind in ("full", "window", "random"):
         return {"full": "full attention", "window": "sliding window", "random": "random keys"}[kind]
@@ -69,7 +69,7 @@ def words(one: dict[str, Any]) -> str:
 
 
 def named(one: dict[str, Any]) -> str:
-    """For the progress of a run."""
+    """A name for a run's progress messages."""
     return f"w {budget(one)}, {words(one)}" if budget(one) else words(one)
 
 
@@ -87,13 +87,13 @@ def right(row: Row) -> float:
 
 
 def shown(rows: list[Row]) -> str:
-    """Mean and range of the seeds, and their mean at the end where that is worse by a point or more."""
+    """Mean and range over seeds, and the mean at the end if that is worse by a point or more."""
     best, last = (statistics.mean(one) for one in ([right(row) for row in rows], [row["curve"][-1] for row in rows]))
     return spread([right(row) for row in rows], 100) + (f" → {100 * last:.0f}" if last <= best - 0.01 else "")
 
 
 def best(rows: list[Row]) -> list[Row]:
-    """Of rows that differ in rate and seed, those of the rate whose mean accuracy is the highest."""
+    """Among rows that differ in rate and seed, those of the rate with the highest mean accuracy."""
     rates = grouped(rows, ("seed",)).values()
     return max(rates, key=lambda own: statistics.mean(map(right, own)))
 
@@ -106,7 +106,7 @@ def recall_stacks(result: dict[str, Any]) -> list[list[Row]]:
 
 
 def name_of(one: dict[str, Any]) -> str:
-    """The attention of a row's settings, its recent keys as a share of all that a query sees."""
+    """The attention in a row's settings, with recent keys as a share of all keys that a query sees."""
     name = words({**one, "recent": 0, "sinks": 0})
     if one["recent"]:
         name += f", {one['recent'] / budget(one):.2g} of w recent" + ", a sink" * one["sinks"]
@@ -118,8 +118,7 @@ def task_of(one: dict[str, Any]) -> str:
 
 
 def by_task(result: dict[str, Any]) -> str:
-    """A table for each task, the one with most settings first: a line for each attention, a column for each number of
-    keys."""
+    """A table per task, the task with most settings first: a line per attention, a column per number of keys."""
     tasks: dict[str, dict[str, dict[float, str]]] = {}
     for rows in recall_stacks(result):
         one = rows[0]["settings"]
@@ -135,8 +134,8 @@ def by_task(result: dict[str, Any]) -> str:
 
 
 def often(result: dict[str, Any]) -> str:
-    """How many models learned the task that see as many keys as there are pairs, or all; those of earlier runs with the
-    same settings, seeds and data count, too (``mqar_earlier.json``). Of each run, the rate that is best in it."""
+    """How many models learned the task, with one key per pair or with all keys. Includes earlier runs with the same
+    settings, seeds and data (``mqar_earlier.json``). Each run counts at its best rate."""
     earlier = json.loads((EVIDENCE / "mqar_earlier.json").read_text())["models"]
     found: dict[str, dict[str, tuple[int, int]]] = {}
     for rows in recall_stacks(result):
@@ -202,8 +201,8 @@ def recall_panels(result: dict[str, Any]) -> list[Panel]:
 
 
 # ---- language models -------------------------------------------------------------------------------------------------
-BINS = (0, 64, 256, 1024, 4096)  # of the table: where its columns begin
-RATE = 1e-3  # of all rows but those that try another
+BINS = (0, 64, 256, 1024, 4096)  # start of each column of the table
+RATE = 1e-3  # except in rows that try another rate
 LIVES = ("never seen", "to w / 4", "to w", "to 4 w", "longer", "to the end")
 
 
@@ -218,7 +217,7 @@ def language_label(one: dict[str, Any]) -> str:
 
 
 def between(row: Row, low: int, high: int) -> float | None:
-    """Nats per byte at the positions from ``low`` to ``high``, whose bins there must be."""
+    """Nats per byte at positions ``low`` to ``high``, which must be edges of bins."""
     edges = row["edges"]
     bins = [(b - a, x) for a, b, x in zip(edges, edges[1:], row["by_position"]) if low <= a and b <= high]
     return sum(n * x for n, x in bins) / sum(n for n, _ in bins) if bins else None
@@ -261,7 +260,7 @@ def shares_of(counts: list[list[str]]) -> list[float]:
 
 
 def language_panels(result: dict[str, Any]) -> list[Panel]:
-    """What each attention loses against full attention, by position; and lives over training by layer."""
+    """Loss of each attention above full attention's, by position; and lives over training, by layer."""
     found = [rows for rows in language_stacks(result) if rows[0]["settings"]["rate"] == RATE
              and not any(math.isnan(x) for row in rows for x in row["by_position"])]
     length = min(rows[0]["settings"]["length"] for rows in found)
@@ -322,14 +321,14 @@ def needle_stacks(result: dict[str, Any]) -> list[list[Row]]:
 
 
 def share(row: Row, what: str, length: int, of: str = "needles") -> float | None:
-    """Of the needles of one length, at all depths."""
+    """Shares of needles of one length, over all depths."""
     cells = [cell for cell in row["cells"] if cell["length"] == length]
     total = row["settings"]["needles"] * len(cells) if of == "needles" else sum(cell[of] for cell in cells)
     return sum(cell[what] for cell in cells) / total if total else None
 
 
 def needle_table(result: dict[str, Any]) -> str:
-    """A line for each attention, and for each length found, survived, found of those that survived."""
+    """A line per attention; for each length: found, survived, and the share of survivors that were found."""
     lengths = sorted({cell["length"] for row in result["rows"] for cell in row["cells"]})
     lines = []
     for rows in needle_stacks(result):

@@ -1,4 +1,5 @@
-"""What pages show of training steps, several GPUs, the CPU, jax, transformers and serving. Needs no GPU, no torch."""
+"""What pages show of training steps, several GPUs, the CPU, jax, transformers and serving. Needs neither a GPU nor
+torch."""
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,7 +31,7 @@ def is_right(row: Entry | None) -> bool:
 
 
 def shown(row: Entry | None, words: Callable[[Entry], str]) -> str:
-    """Of a row that is there and right; else why not."""
+    """The value of a row that exists and is right; otherwise, why there is none."""
     if row is None:
         return "–"
     return words(row) if is_right(row) else row["note"] if row["note"] == "out of memory" else "–"
@@ -41,7 +42,7 @@ def faster(slow: Entry | None, fast: Entry | None) -> str:
 
 
 def by_peer(result: Entry, *names: str) -> dict[tuple[Any, ...], Rows]:
-    """The rows of each case, which has these ``names``."""
+    """Rows by peer for each case; a case is the values of ``names``."""
     found: dict[tuple[Any, ...], Rows] = {}
     for row in result["rows"]:
         found.setdefault(tuple(row[name] for name in names), {})[row["peer"]] = row
@@ -128,7 +129,7 @@ def training_panels(result: Entry) -> list[Panel]:
 
 # ---- several GPUs ---------------------------------------------------------------------------------------------------
 def received(row: Entry | None) -> str:
-    """MiB, of the rank that receives most."""
+    """MiB received by the rank that receives most."""
     return f"{max(map(sum, row['bytes'])) / 2**20:.1f}" if row and row.get("bytes") else "–"
 
 

@@ -1,7 +1,7 @@
-"""The other ways to do the same attention, and the dense attention that the dynamic mask saves.
+"""Peers: other ways to compute the same attention, and the dense attention that the dynamic mask replaces.
 
-Shapes are those of the library: query (B, Lq, H, D), key and value (B, Lk, Hkv, D). Each maker does what is not to be
-timed (views, masks that are given) and returns the call that is; it raises where the peer cannot run.
+Shapes are those of the library: query (B, Lq, H, D), key and value (B, Lk, Hkv, D). Each maker does the untimed work
+(views, given masks) and returns the call to time; it raises if the peer cannot run.
 """
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -23,7 +23,7 @@ def bhsd(query, key, value):
 
 
 def backends(*names: str, elsewhere: str = "dense") -> dict[str, SDPBackend | None]:
-    """The peers of these names; without a GPU torch's choice alone, under the name ``elsewhere``."""
+    """The peers of these names; without a GPU only torch's choice, under the name ``elsewhere``."""
     found = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION,
              "efficient": SDPBackend.EFFICIENT_ATTENTION}
     return {name: found[name] for name in names} if torch.cuda.is_available() else {elsewhere: None}
@@ -37,7 +37,8 @@ def sdpa(backend: SDPBackend | None, query, key, value, causal: bool = False, ma
 
 
 def expanded_if_needed(make: Callable[..., Call], key, value, group: int) -> tuple[Call, str]:
-    """``make(key, value)`` if that call runs, else with the kv heads (axis 1) expanded. Returns the call and a note."""
+    """``make(key, value)`` if that call runs, otherwise ``make`` with expanded kv heads (axis 1). Returns the call and
+    a note."""
     try:
         call = make(key, value)
         call()
@@ -58,10 +59,10 @@ def dense(backend: SDPBackend | None, query, key, value, causal: bool = True) ->
 
 
 class Backward:
-    """``torch.autograd.grad`` of one retained forward pass: a call with nothing but the backward pass.
+    """``torch.autograd.grad`` of one retained forward pass: a call of the backward pass alone.
 
-    Autograd runs the backward of an operation on the stream of its forward, so the forward (and the leaves) are made
-    anew when the current stream has changed; that happens in the warm-up, and a capture finds everything on its stream.
+    Autograd runs the backward of an operation on the stream of its forward, so the forward (and its leaves) is computed
+    again when the current stream changes. That happens in the warm-up, so a capture finds everything on its stream.
     """
 
     def __init__(self, forward: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor], dout: torch.Tensor):
@@ -86,7 +87,7 @@ def forward_backward(forward: Callable[..., torch.Tensor], inputs: Sequence[torc
 def dense_backward(backend: SDPBackend | None, query, key, value, dout, *, causal: bool = True,
                    forward: bool = False) -> tuple[Call, str]:
     """The gradients of scaled_dot_product_attention on contiguous (B, H, N, D) tensors, with or without the forward
-    pass that comes before them. Returns the call and a note."""
+    pass. Returns the call and a note."""
     q, k, v, do = (x.transpose(1, 2).contiguous() for x in (query, key, value, dout))
 
     def make(k, v) -> Call:
@@ -152,7 +153,7 @@ def interval_block_mask(start: torch.Tensor, stop: torch.Tensor, query_length: i
         order = torch.argsort(blocks.to(torch.int8), dim=-1, descending=True, stable=True).to(torch.int32)
         return blocks.sum(-1, dtype=torch.int32), order
 
-    # Elsewhere torch takes the lengths to be whole blocks.
+    # On other backends torch assumes that lengths are whole blocks.
     lengths = {"seq_lengths": (query_length, key_length)} if query_length % block else {}
     return BlockMask.from_kv_blocks(*ordered(some), *ordered(full), BLOCK_SIZE=block, mask_mod=visible, **lengths)
 
@@ -192,15 +193,15 @@ def flex_intervals(query, key, value, start, stop, bias, block: int = 128) -> to
 def flex(query, key, value, start, stop, bias, block: int = 128, compiled: bool = True) -> Call:
     """Compiled FlexAttention with the same interval mask (as block mask and mask_mod) and the key bias as score_mod.
 
-    ``start``, ``stop``: (B, Hkv, Lk) int32; ``bias``: (B, Hkv, Lk) float32. The block mask is given, not timed.
-    Not ``compiled`` it runs anywhere, slowly, with dense scores.
+    ``start``, ``stop``: (B, Hkv, Lk) int32; ``bias``: (B, Hkv, Lk) float32. The block mask is given, not timed. Without
+    ``compiled`` it runs anywhere, but slowly and with dense scores.
     """
     q, k, v = (x.contiguous() for x in bhsd(query, key, value))
     return partial(_flex_pass(query, key, start, stop, block, compiled), q, k, v, bias)
 
 
 def with_bias_or_without(make: Callable[[bool], Call], errors: type[Exception]) -> tuple[Call, str]:
-    """The call that ``make`` makes, with the gradient of the bias where torch can give it, and a note."""
+    """The call from ``make``, with the gradient of the bias if torch can compute it, and a note."""
     try:
         call = make(True)
         call()
@@ -221,8 +222,8 @@ def keep_forward() -> None:
 
 def flex_backward(query, key, value, dout, start, stop, bias, block: int = 128, compiled: bool = True,
                   delay: int = 0, forward: bool = False) -> tuple[Call, str]:
-    """The gradients of ``flex``, of the bias too where torch can give it, whose ``delay`` is for as many keys as
-    queries; ``forward``: the forward pass, too. Returns the call and a note."""
+    """The gradients of ``flex``, including the bias if torch can compute it. ``delay`` needs as many keys as queries;
+    ``forward`` includes the forward pass. Returns the call and a note."""
     keep_forward()
     q, k, v, do = (x.transpose(1, 2).contiguous() for x in (query, key, value, dout))
 
@@ -262,13 +263,13 @@ def _masked_pass(blocks: Any, grouped: bool, compiled: bool,
 
 
 def masked_flex(query, key, value, bias, blocks, compiled: bool = True) -> Call:
-    """FlexAttention with the bias (1, H, Lq, Lk) read in score_mod, the mask in that of the given blocks."""
+    """FlexAttention that reads the bias (1, H, Lq, Lk) in score_mod and the mask in the mask_mod of ``blocks``."""
     q, k, v = (x.transpose(1, 2).contiguous() for x in (query, key, value))
     return partial(_masked_pass(blocks, q.shape[1] != k.shape[1], compiled), q, k, v, bias)
 
 
-# Tiles of FlexAttention's backward pass: torch's own choice, and two that need less shared memory, of which the faster
-# is taken where torch's does not fit (head dim 128 with a learned bias needs 240 KB on Hopper, which has 227).
+# Tiles of FlexAttention's backward pass: torch's own choice and two that need less shared memory. If torch's does not
+# fit (head dim 128 with a learned bias needs 240 KB, and Hopper has 227), the faster of the two is used.
 BACKWARD_OPTIONS: tuple[dict[str, int], ...] = (
     {}, {"bwd_num_stages": 2},
     {"bwd_BLOCK_M1": 64, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 64, "bwd_num_stages": 2,
@@ -301,7 +302,7 @@ def first_or_fastest(make: Callable[[dict[str, int]], Call], time_of: Callable[[
 
 
 def masked_flex_backward(query, key, value, dout, bias, blocks, compiled: bool = True) -> tuple[Call, str]:
-    """The gradients of ``flex``, that of the bias among them. Returns the call and a note."""
+    """The gradients of ``flex``, including the bias. Returns the call and a note."""
     keep_forward()
     q, k, v, do = (x.transpose(1, 2).contiguous() for x in (query, key, value, dout))
     grouped = q.shape[1] != k.shape[1]
@@ -322,7 +323,7 @@ def biased_sdpa(backend: SDPBackend | None, query, key, value, added) -> tuple[C
 
 
 def biased_sdpa_backward(backend: SDPBackend | None, query, key, value, dout, added) -> tuple[Call, str]:
-    """The gradients of ``sdpa``, of the float mask too where torch can give it."""
+    """The gradients of ``sdpa``, including the float mask if torch can compute it."""
     inputs, do = _expanded(query, key, value), dout.transpose(1, 2).contiguous()
 
     def make(learned: bool) -> Call:

@@ -3,9 +3,9 @@
     f f k1 v1 f k2 v2 f ...   |   f k2 f f k1 f ...            the answers at the second k2 and k1: v2, v1
 
 As in the zoology papers (Arora et al. 2023, arXiv:2312.04927) and the original's benchmark, with three changes: pairs
-stand anywhere in the first half instead of at its start, so that no window of few keys can hold them by their place;
-every key is asked for once, anywhere in the second half; fillers are random tokens of their own, so they look like
-anything but do not repeat a key. An answer is not shown after its question.
+stand anywhere in the first half instead of at its start, so a small window cannot keep them by position alone; every
+key is asked for once, anywhere in the second half; fillers are random tokens of a third kind, so they never repeat a
+key. The answer is not shown after its question.
 """
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -45,7 +45,7 @@ class Recall:
         device, half = generator.device, self.length // 2
 
         def some(below: int, number: int) -> Tensor:
-            """``number`` different ones of ``below`` for each sequence, in random order."""
+            """``number`` distinct integers below ``below`` for each sequence, in random order."""
             return torch.rand(count, below, device=device, generator=generator).argsort(1)[:, :number]
 
         def tokens(kind: int, number: int) -> Tensor:

@@ -1,9 +1,9 @@
-"""Results that grow: a run is some rows of a file, and what is recorded already is not run again.
+"""Results that grow: a run adds rows to a file, and recorded rows are not run again.
 
-A row has ``settings``, all that its numbers depend on apart from the machine, by which it is known, and beside them
-what was found, with the device, the commit, the date and the seconds. The file is written after every run, so a run
-that is cut off loses only what it was in the middle of; a ``Clock`` ends one that would not be done in time. Processes
-may share a file, each with a ``--share`` of the runs on a GPU of its own.
+``settings`` identify a row: all that its numbers depend on apart from the machine. The row also holds the results, the
+device, the commit, the date and the seconds. The file is written after every run, so an interruption loses one run at
+most; a ``Clock`` ends a run that would not finish in time. Several processes may share a file, each with its own GPU
+and its ``--share`` of the runs.
 """
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def key_of(settings: dict[str, Any]) -> str:
 
 
 class OutOfTime(Exception):
-    """A run would not end before its time is up."""
+    """A run would not finish in time."""
 
 
 class Clock:
@@ -55,8 +55,8 @@ class Clock:
             raise OutOfTime
 
     def steps(self, count: int, wait: Callable[[], Any], every: int = 20) -> Iterator[int]:
-        """0 to ``count - 1``; OutOfTime where the time is up, or where the pace of the steps so far, without the first
-        ``every``, shows that it will be. ``wait`` waits for the device."""
+        """0 to ``count - 1``; raises OutOfTime if the time is up, or will be at the pace of the steps so far (without
+        the first ``every``). ``wait`` waits for the device."""
         began = 0.0
         for i in range(count):
             if i % every == 0 or self.late:
@@ -72,7 +72,7 @@ class Clock:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Among processes that do this."""
+    """Hold a lock that all processes writing to this folder take."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -112,7 +112,7 @@ class Record:
 
 def run_all(name: str, args: argparse.Namespace, method: str | None,
             runs: Callable[[argparse.Namespace], list[Run]]) -> int:
-    """Each run whose rows are not recorded yet. 0 if all are at the end, 3 if time is up before."""
+    """Do each run whose rows are not recorded yet. Returns 0 if all rows are recorded at the end, 3 if time ran out."""
     if args.fresh and args.share != (1, 1):
         raise Refused("--fresh is for a run of its own, not for a --share: the others would be forgotten too")
     first, every = args.share
@@ -144,18 +144,18 @@ def train_all(record: Record, runs: list[Run], seconds: float) -> int:
 
 
 def add_run_options(options: argparse.ArgumentParser, parts: Iterable[str]) -> None:
-    """What the scripts that train have in common."""
+    """Add the options shared by the routines that train."""
     parts = list(parts)
     options.add_argument("--part", choices=parts, action="append",
-                         help=f"one of the parts, may be repeated (default: all): {', '.join(parts)}")
+                         help=f"part to run, may be repeated (default: all): {', '.join(parts)}")
     options.add_argument("--size", choices=("full", "tiny"), default="full",
-                         help="tiny: in a minute on a CPU, for trying")
-    options.add_argument("--seconds", type=float, default=3600, help="end before that; another run goes on from there")
+                         help="tiny: takes a minute on a CPU, to try the routine out")
+    options.add_argument("--seconds", type=float, default=3600, help="stop before this time; the next run continues")
     options.add_argument("--share", type=_share, default=(1, 1), metavar="I/N",
-                         help="each N-th run, from the I-th on: several processes of one --out, a GPU for each")
-    options.add_argument("--device", default=None, help="default: cuda where there is one")
-    options.add_argument("--compile", action="store_true", help="compile what lies between the matrix products")
-    options.add_argument("--fresh", action="store_true", help="forget what is recorded")
+                         help="every N-th run from the I-th on: several processes, each with its GPU, share one --out")
+    options.add_argument("--device", default=None, help="default: cuda if available")
+    options.add_argument("--compile", action="store_true", help="compile everything between the matrix products")
+    options.add_argument("--fresh", action="store_true", help="discard recorded results")
 
 
 def _share(words: str) -> tuple[int, int]:

@@ -1,6 +1,5 @@
-"""How results are shown: numbers as words, tables made of columns, charts of lines, and the pieces of pages they fill.
-
-Needs no GPU and no torch. A ``Report`` says what is shown of a routine's record; pages.py has one for each.
+"""Presentation of results: formatted numbers, tables, line charts and the pieces of pages that they fill. Needs neither
+a GPU nor torch. A ``Report`` says how a routine's record is shown; pages.py has one for each.
 """
 import json
 import math
@@ -68,13 +67,13 @@ def machine(result: Entry, *names: str, more: str = "") -> str:
 
 # ---- tables ---------------------------------------------------------------------------------------------------------
 def markdown(head: Sequence[str], lines: Iterable[Sequence[str]], words: int = 1) -> str:
-    """A table whose first columns hold ``words``, the others numbers."""
+    """A Markdown table whose first columns hold ``words`` and the others numbers."""
     rule = "|---" * words + "|--:" * (len(head) - words) + "|"
     return "\n".join([f"| {' | '.join(head)} |", rule, *(f"| {' | '.join(cells)} |" for cells in lines)])
 
 
 class Table(NamedTuple):
-    """Columns: a title and what stands in it for an entry."""
+    """Columns: a title and a function from an entry to its cell."""
 
     columns: Sequence[tuple[str, Cell]]
     words: int = 1
@@ -89,7 +88,7 @@ def ms(who: str, stage: str) -> Cell:
 
 
 def against(slow: tuple[str, str], fast: tuple[str, str]) -> Cell:
-    """How many times as fast."""
+    """How many times as fast as the peer."""
     return lambda case: times(ratio(value(case, *slow), value(case, *fast)))
 
 
@@ -150,7 +149,7 @@ def lines(title: str, found: Iterable[Line], across: str, up: str) -> Panel:
 
 # ---- pages ----------------------------------------------------------------------------------------------------------
 class Piece(NamedTuple):
-    """A piece of a page that is made of results, between two lines with its name."""
+    """A piece of a page generated from results, between two marker lines with its name."""
 
     name: str
     page: str  # from the root of the repository
@@ -175,7 +174,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """What is shown of the records of a routine."""
+    """How a routine's records are shown."""
 
     name: str
     record: str  # pattern of the names of files

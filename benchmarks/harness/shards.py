@@ -19,15 +19,15 @@ from cupy_dma.cli.exact_rows import Deviation, exact_row, kept_keys, plain_row, 
 from cupy_dma.distributed import empty_with_room, shard_lengths
 from cupy_dma.distributed.agreement import Agreement
 
-ROWS = 6  # that are checked in each shard
-GRADIENT_ROUNDINGS = 8.0  # of its type, of the largest: by which a gradient may differ from that of one GPU
+ROWS = 6  # checked in each shard
+GRADIENT_ROUNDINGS = 8.0  # of the largest entry, in its type: allowed difference from a gradient of one GPU
 PIECE = 2**26  # entries compared at once: 4M keys in float64 are too many for a GPU that also holds the rest
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A sequence of ``length`` tokens over ``world`` ranks, B = 1. Everything is drawn from a normal distribution, each
-    shard from a seed of its own."""
+    """A sequence of ``length`` tokens over ``world`` ranks, B = 1. All inputs are normal numbers, with one seed per
+    shard."""
 
     length: int
     world: int
@@ -50,8 +50,8 @@ class Problem:
         return into.normal_(generator=generator)
 
     def shard(self, name: str, rank: int, room: bool = False) -> Tensor:
-        """query, key, value, dout ``(1, n, heads, D)`` or scores ``(1, Hkv, n)`` of a rank; on request a key or value
-        with room ahead of it."""
+        """query, key, value, dout ``(1, n, heads, D)`` or scores ``(1, Hkv, n)`` of a rank; a key or value may have
+        room before its rows."""
         n, heads = self.lengths[rank], self.heads if name in ("query", "dout") else self.kv_heads
         if name == "scores":
             return self._draw(name, rank, torch.empty((1, heads, n), device=self.device))
@@ -60,7 +60,7 @@ class Problem:
                                                       device=self.device))
 
     def whole(self, name: str) -> Tensor:
-        """Of all ranks together."""
+        """The shards of all ranks, concatenated."""
         shards = [self.shard(name, rank) for rank in range(self.world)]
         return torch.cat(shards, 2 if name == "scores" else 1)
 
@@ -71,8 +71,8 @@ class Problem:
         return [x.requires_grad_(grad) for x in found]
 
     def bytes_needed(self, peer: str, grad: bool) -> int:
-        """About as much memory as a rank of this peer takes at most, its checks included; with gradients two fifths
-        more than its arrays (76 GB for 56 at 2M keys of a rank, 16/8 D128)."""
+        """Estimated peak memory of a rank of this peer, including checks; with gradients 1.4 times its arrays (76 GB
+        for 56 GB of arrays at 2M keys per rank, 16/8 D128)."""
         group = self.heads // self.kv_heads if peer == "ring" else 1
         of_heads, of_kv_heads = (4, 5) if grad else (2, 3)  # arrays of a shard
         of_kv_heads = of_kv_heads * group + 2 * (peer == "copies")
@@ -81,7 +81,7 @@ class Problem:
         return arrays * 7 // 5 if grad else arrays
 
     def check(self, out: Tensor, rank: int, query: Tensor) -> dict[str, Any]:
-        """Rows of a rank's output, the first and last among them, against float64 attention over the exact
+        """Check rows of a rank's output, including the first and last, against float64 attention over the exact
         selection."""
         n, first, group = self.lengths[rank], self.begin(rank), self.heads // self.kv_heads
         drawn = np.random.default_rng(rank).integers(0, max(n, 1), ROWS - 2).tolist() if n else []
@@ -101,7 +101,7 @@ class Problem:
         return {"rows": len(rows), "error": worst.error, "allowed": worst.allowed, "ok": worst.error <= worst.allowed}
 
     def _rows(self, name: str, kept: dict[Any, np.ndarray], rank: int) -> dict[Any, np.ndarray]:
-        """The kept rows of a key or value, wherever they are; one shard at a time."""
+        """The kept rows of a key or value from all shards, one shard at a time."""
         found: dict[Any, list[np.ndarray]] = {at: [] for at in kept}
         for q in range(rank + 1):
             x, begin = self.shard(name, q)[0], self.begin(q)
@@ -116,8 +116,8 @@ def _numpy(x: Tensor) -> np.ndarray:
 
 
 def gradients_differ(ours: list[Tensor], one: list[Tensor]) -> tuple[float, float]:
-    """The largest difference between gradients, in units of the largest entry, and what is allowed. NaN where one of
-    them holds NaN: torch's max passes it on, Python's does not."""
+    """The largest difference between gradients, relative to the largest entry, and the allowed one. NaN if a gradient
+    holds NaN: torch's max passes it on, Python's does not."""
     def apart(a: Tensor, b: Tensor) -> Tensor:
         pieces = zip(a.flatten().split(PIECE), b.flatten().split(PIECE))
         difference = torch.stack([(x.double() - y.double()).abs().max() for x, y in pieces]).max()
@@ -150,8 +150,8 @@ class Counting:
 
 
 def ring(problem: Any, inputs: list[Any]) -> tuple[list[Any], Callable[[], Any], str]:
-    """Inputs, call and kernel of torch's ring attention. It has no GQA, so kv heads are repeated, outside of the
-    timing; the shards count as cut by its load balancer."""
+    """Inputs, call and kernel of torch's ring attention. It has no GQA, so kv heads are repeated before timing; the
+    shards are treated as if its load balancer had cut them."""
     query, key, value = (x.detach().transpose(1, 2) for x in inputs[:3])
     group, kernel = problem.heads // problem.kv_heads, SDPBackend.CUDNN_ATTENTION
     if problem.device == "cpu":
@@ -172,21 +172,21 @@ def _mesh(kind: str, world: int) -> Any:
 
 
 def as_ring(problem: Any) -> Any:
-    """SDPA as ring attention."""
-    buffer = torch.empty(2 * problem.world, device=problem.device)  # it wants one
+    """Inside the context, SDPA is ring attention."""
+    buffer = torch.empty(2 * problem.world, device=problem.device)  # ring attention requires a buffer
     return context_parallel(_mesh(problem.device.partition(":")[0], problem.world), buffers=[buffer],
                             buffer_seq_dims=[0], no_restore_buffers={buffer})
 
 
-NEAR = 5e-3  # nats by which the loss of a step may differ: bfloat16 in the order of another number of ranks
+NEAR = 5e-3  # nats: allowed difference of a step's loss, since bfloat16 sums depend on the number of ranks
 
 
 def model_steps(sizes: decoder.Sizes, batch: int, length: int, count: int, device: str, group: Any = None,
           everyone: Any = None, row: slice = slice(None)) -> dict[str, Any]:
-    """``count`` steps (forward, backward, AdamW) of ``batch`` sequences of ``length`` tokens, after two that are not
-    timed, each layer recomputed in the backward pass: times, losses and peak memory of this rank. ``group``: the ranks
-    that share a sequence, ``everyone``: all that train, ``row``: the sequences of this rank; on one GPU None and
-    all."""
+    """Time ``count`` training steps (forward, backward with recomputed layers, AdamW) of ``batch`` sequences of
+    ``length`` tokens, after two untimed ones: times, losses and peak memory of this rank. ``group``: the ranks that
+    share a sequence (None on one GPU); ``everyone``: all ranks that train; ``row``: the sequences of this rank (all on
+    one GPU)."""
     with decoder.decoder(sizes, "dma", compiled=False, checkpoint=True, device=device,
                          dtype=torch.bfloat16) as (model, _):
         model.share(group)
@@ -199,5 +199,5 @@ def model_steps(sizes: decoder.Sizes, batch: int, length: int, count: int, devic
 
 
 def differ(ours: list[float], one: list[float]) -> tuple[float, float]:
-    """The largest difference of a step's loss, and what is allowed."""
+    """The largest difference of a step's loss, and the allowed one."""
     return max(abs(a - b) for a, b in zip(ours, one)), NEAR

@@ -4,10 +4,11 @@
     x += attention(mix(norm(x))),  x += down(gelu(up(norm(x))))           in each layer
     logits = norm(x) @ embed^T
 
-``M`` models of one shape, which differ in their seed and their learning rates, are one model whose parameters have a
-leading axis: a GPU that one of them would leave idle is busy with all. They share nothing; the loss of the stack is the
-sum of theirs. ``mix`` is a causal convolution of ``Sizes.conv`` tokens for each channel, so that a token carries those
-before it, as in the models of the zoology papers; ``conv=0`` is the usual transformer, ``inner=0`` has no MLP.
+A stack of ``M`` models of one shape, with different seeds and learning rates, is one model whose parameters have a
+leading axis; together they fill a GPU that one model would leave idle. They share nothing, and the loss of the stack is
+the sum of their losses. ``mix`` is a causal convolution of ``Sizes.conv`` tokens for each channel, so that a token
+carries the tokens before it, as in the models of the zoology papers; ``conv=0`` gives the usual transformer,
+``inner=0`` no MLP.
 
 A model's attention is an ``Attention``:
 
@@ -19,9 +20,9 @@ A model's attention is an ``Attention``:
     dynamic     dynamic mask attention: the ``window`` best keys, and the scores added
     global      the same with ``keys="global"``, cut by causality: selects by later keys too, so it cannot decode
 
-Scores are those of ``DynamicMaskAttention``, from ``A`` and ``dt_proj``, of each model its own. ``selection`` and
-``dynamic`` also keep ``sinks`` and ``recent`` keys, besides the ``window``. A parameter begins with numbers that depend
-on its name and the model's seed alone, so what two kinds of attention share begins equal.
+Scores are those of ``DynamicMaskAttention``; each model has its own ``A`` and ``dt_proj``. ``selection`` and
+``dynamic`` also keep ``sinks`` and ``recent`` keys, besides the ``window``. Initial values of a parameter depend only
+on its name and the model's seed, so parameters that two kinds of attention share start equal.
 """
 import functools
 import zlib
@@ -62,8 +63,8 @@ class Attention:
     sinks: int = 0
     form: str = "exp"
     start: float = 0.0  # of A
-    drawn: bool = False  # A is drawn from -start to start
-    fixed: bool = False  # A stays as it is
+    drawn: bool = False  # draw A uniformly from -start to start
+    fixed: bool = False  # A is not trained
 
     @property
     def budget(self) -> int:
@@ -71,15 +72,15 @@ class Attention:
         return 0 if self.kind in ("full", "bias") else self.window + self.recent + self.sinks
 
 
-# A model's sequences lie one after the other, (M, T, ...), however long they are: so few shapes are compiled.
+# A model's sequences are concatenated, (M, T, ...), whatever their length, so few shapes are compiled.
 def norm(x: Tensor, gain: Tensor) -> Tensor:
     """RMSNorm of ``x (M, T, width)`` with ``gain (M, width)``."""
     return F.rms_norm(x, x.shape[-1:], eps=1e-6) * gain[:, None]
 
 
 def mixed(x: Tensor, position: Tensor, gain: Tensor, conv: Tensor | None, kind: torch.dtype) -> Tensor:
-    """``norm`` and the convolution with ``conv (M, tokens, width)``, the first of which is the token itself, at
-    ``position (T)`` of its sequence; as ``kind``."""
+    """``norm``, then the convolution with ``conv (M, tokens, width)``, whose first entry weighs the token itself;
+    ``position (T)`` is that in the sequence. The result has the type ``kind``."""
     x = norm(x, gain)
     if conv is None:
         return x.to(kind)
@@ -111,7 +112,7 @@ def inner(x: Tensor) -> Tensor:
 
 @functools.cache
 def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """One for all models, so that shapes are compiled once."""
+    """One compiled function for all models, so that each shape is compiled once."""
     return torch.compile(function, dynamic=False, backend=COMPILER)
 
 
@@ -139,7 +140,7 @@ class Layer(nn.Module):
         self.mask: IntervalMask | None = None  # of the last pass
 
     def forward(self, x: Tensor, length: int, position: Tensor, rotation: Rotation | None) -> Tensor:
-        """``x (M, T, width)``: the sequences of ``length`` tokens one after the other."""
+        """``x (M, T, width)``: concatenated sequences of ``length`` tokens."""
         h = self.mixed(x, position, self.gain, self.conv, autocast_type(x))
         q, k, v = (torch.bmm(h, weight) for weight in (self.q, self.k, self.v))
         scores = None
@@ -177,9 +178,8 @@ class Layer(nn.Module):
 
 
 class Models(nn.Module):
-    """A stack of models, one for each of ``seeds``. ``forward(tokens (M, B, N))`` gives their final hidden states
-    ``(M, B, N, width)``, or ``(M, B, R, width)`` at the positions ``rows (M, B, R)``; ``logits`` those of any of
-    these."""
+    """A stack of models, one for each of ``seeds``. ``forward(tokens (M, B, N))`` gives their final hidden states ``(M,
+    B, N, width)``, or ``(M, B, R, width)`` at the positions ``rows (M, B, R)``; ``logits`` takes either."""
 
     def __init__(self, seeds: list[int], sizes: Sizes, attention: Attention, device: str,
                  compile: bool = False):
@@ -227,7 +227,7 @@ class Models(nn.Module):
         return norm(x.flatten(1, 2), self.gain).unflatten(1, x.shape[1:3])
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Of hidden states ``(M, B, R, width)``: ``(M, B, R, vocabulary)``."""
+        """Logits ``(M, B, R, vocabulary)`` of hidden states ``(M, B, R, width)``."""
         return torch.bmm(hidden.flatten(1, 2), self.embed.transpose(1, 2)).unflatten(1, hidden.shape[1:3])
 
     def score_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -236,8 +236,8 @@ class Models(nn.Module):
 
 @dataclass
 class Adam:
-    """AdamW for a stack: ``rates`` of the models, times ``scores_rates`` for ``A`` and ``dt_proj``. Gradients of each
-    model are clipped to a norm of 1. Matrices decay, apart from those of the scores."""
+    """AdamW for a stack: ``rates`` of the models, multiplied by ``scores_rates`` for ``A`` and ``dt_proj``. Gradients
+    of each model are clipped to a norm of 1. Weight decay applies to matrices other than those of the scores."""
 
     models: Models
     rates: Tensor  # (M,)
@@ -249,7 +249,7 @@ class Adam:
 
     @torch.no_grad()
     def step(self, factor: float = 1.0) -> None:
-        """A step with ``factor`` times the rates."""
+        """Do a step with the rates multiplied by ``factor``."""
         self.steps += 1
         scores = {name for name, _ in self.models.score_parameters()}
         found = [(name, x, x.grad) for name, x in self.models.named_parameters() if x.grad is not None]
@@ -273,7 +273,7 @@ class Adam:
 
 
 def autocast_type(x: Tensor) -> torch.dtype:
-    """What the matrix products take."""
+    """The type of matrix products."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 

@@ -1,9 +1,9 @@
 """Full attention in the scheduler of ``ContinuousBatching``: every key of a text, in a cache of fixed size.
 
-A layer holds ``key, value (slots, rows, Hkv, D)``; the last row is for what is not a token. Attention is torch's
-FlashAttention on pages (``varlen_attn``, a page a slot), which reads a text's own keys alone; without a GPU it is
-``scaled_dot_product_attention`` with a mask. ``attention`` and a mask function that makes none are registered with
-transformers as ``NAME``.
+A layer holds ``key, value (slots, rows, Hkv, D)``; padding goes to the last row. Attention is torch's FlashAttention on
+pages (``varlen_attn``, a page per slot), which reads only the keys of its text; without a GPU it is
+``scaled_dot_product_attention`` with a mask. transformers knows ``attention`` and a mask function that returns None as
+``NAME``.
 """
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from cupy_dma.transformers import ContinuousBatching
 
-NAME, PAGE = "static_slots", 256  # rows of a page are a multiple of it, as FlashAttention needs
+NAME, PAGE = "static_slots", 256  # FlashAttention needs pages of a multiple of this many rows
 
 
 class StaticLayer(CacheLayerMixin):
-    current: StaticLayer  # whose attention is next
+    current: StaticLayer  # the layer whose attention runs next
 
     def __init__(self, model: Any, slots: int, rows: int) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class StaticLayer(CacheLayerMixin):
         self.key, self.value = (torch.zeros(size, dtype=model.dtype, device=model.device) for _ in range(2))
         self.length = torch.zeros(slots, dtype=torch.long, device=model.device)
         self.at: tuple[Tensor | None, Tensor] = None, self.length
-        self.store = self  # as a DynamicMaskLayer has one
+        self.store = self  # the attribute that DynamicMaskLayer has
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Append ``(n, Hkv, L, D)``. Returns all."""
@@ -81,13 +81,13 @@ class StaticSlots(Cache):
 
 def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: float | None = None,
               **_: Any) -> tuple[Tensor, None]:
-    """Of ``query (n, H, L, D)`` to a layer's slots: ``(n, L, H, D)``."""
+    """Attention of ``query (n, H, L, D)`` over a layer's slots, ``(n, L, H, D)``."""
     layer, (n, heads, length, size) = StaticLayer.current, query.shape
     used = torch.where(layer.count > 0, layer.length[layer.slots], 0)
     if query.is_cuda:
         from torch.nn.attention.varlen import varlen_attn
 
-        # Only real tokens are queries: the last one stands at the last key.
+        # Only real tokens are queries; the last query has the position of the last key.
         ends = torch.arange(n + 1, device=query.device) if n > 1 else torch.stack([layer.count[0] * 0, layer.count[0]])
         options: Any = {"seqused_k": used.int(), "block_table": layer.slots[:, None].int()}
         out = varlen_attn(query.transpose(1, 2).reshape(n * length, heads, size), key, value, ends.int(), None, length,

@@ -1,4 +1,4 @@
-"""What routines share that measure case by case: cases, inputs, how a row is recorded, the run, its options.
+"""Code shared by routines that measure case by case: cases, inputs, recording of rows, the run and its options.
 
 Such a routine is a ``Suite``: its cases, a subclass of ``Benchmark`` that measures one of them, and a report.
 """
@@ -31,7 +31,7 @@ class Case:
     flex: bool = False  # compiling takes long: few cases
     masked: bool = False  # needs the Lq x Lk mask
     batch: int = 1
-    pattern: str = ""  # of the scores, instead of those made from the values; of the set "plain": the mask
+    pattern: str = ""  # of scores that are not made from values; in "plain", the mask
 
     @property
     def name(self) -> str:
@@ -46,8 +46,7 @@ class Case:
 
     @property
     def causal_pairs(self) -> int:
-        """Visible pairs of the dense attention that a case is compared with, causal but for "none", over all query
-        heads."""
+        """Visible pairs of the case's dense peer, over all query heads: causal except for "none"."""
         if self.pattern == "none":
             return self.kept_pairs
         if self.query_length == 1:
@@ -97,9 +96,9 @@ def cases(which: str, quick: bool = False) -> list[Case]:
 
 
 class Benchmark:
-    """Inputs of one case and the rows that were measured on them. Subclasses have ``ours()``, which measures this
-    library, ``check()``, whose "ok" says whether all was right, and ``peers(deadline, flex)``, which measures
-    FlexAttention or the other peers, none of which is started after ``deadline``."""
+    """Inputs of one case and the rows measured on them. Subclasses define ``ours()``, which measures this library,
+    ``check()``, whose "ok" says whether all results are right, and ``peers(deadline, flex)``, which measures
+    FlexAttention or the other peers and starts none after ``deadline``."""
 
     ours: Callable[[], None]
     check: Callable[[], dict[str, Any]]
@@ -129,7 +128,7 @@ class Benchmark:
         return dma.IntervalMask.top_w(self.scores, window=self.case.window, keys=self.case.keys)
 
     def prepare(self) -> None:
-        """The scores and the mask that rows of single stages are given."""
+        """Make the scores and the mask for rows that measure a single stage."""
         self.scores = self.score()
         self.mask = self.select()
 
@@ -144,7 +143,7 @@ class Benchmark:
     def record(self, who: str, stage: str, call: Any, setup: Any = None, note: str = "") -> None:
         ms, how = measure.gpu_ms(call, setup)
         row = {"who": who, "stage": stage, "ms": ms, "timing": how, "note": note}
-        (setup or call)()  # what is kept between calls is there before, unless the setup takes it away
+        (setup or call)()  # builds what calls keep, unless the setup discards it
         row["peak_bytes"] = measure.peak_bytes(call)
         if stage in self.flops:
             flop = self.flops[stage] * self.case.head_dim / ms / 1e9
@@ -152,7 +151,7 @@ class Benchmark:
         self.rows.append(row)
 
     def peer(self, who: str, make: Any, deadline: float, stage: str) -> None:
-        """Record what ``make()`` returns, a call or a call and a note; why not, if it cannot run."""
+        """Record the call, or the call and note, that ``make()`` returns; if it cannot run, record why."""
         if time.monotonic() > deadline:
             self.failed(who, stage, "no time left")
             return
@@ -171,7 +170,7 @@ class Benchmark:
 
 
 class Checked(Benchmark):
-    """One whose stages are checked while they are measured."""
+    """A benchmark that checks its stages while it measures them."""
 
     def __init__(self, case: Case):
         super().__init__(case)
@@ -183,7 +182,7 @@ class Checked(Benchmark):
 
 
 def with_verdict(note: str, found: dict[str, Any]) -> str:
-    """The note of a peer whose result was checked, which never fails the run."""
+    """A peer's note with the verdict on its result, which never fails the run."""
     word = "right" if found["ok"] else f"NOT WITHIN THE RULE ({found['worst']:.2f} of what is allowed)"
     return "; ".join(filter(None, (note, word)))
 
@@ -196,7 +195,7 @@ class Suite:
     cases: Callable[[str, bool], list[Case]]
     benchmark: Callable[[Case], Benchmark]
     report: Report
-    seconds: float  # after which no peer is started
+    seconds: float  # no peer starts later
     extra: Callable[[], dict[str, Any]] = dict  # more for the record
     sets: tuple[str, ...] = ("table", "model", "all", "smoke")
 
@@ -204,11 +203,11 @@ class Suite:
         options.add_argument("--set", choices=self.sets, default="all")
         options.add_argument("--quick", action="store_true", help="few cases, no FlexAttention")
         options.add_argument("--seconds", type=float, default=self.seconds,
-                             help="after this time no peer is started (default: %(default)g)")
+                             help="start no peer after this time (default: %(default)g)")
 
     def run(self, args: argparse.Namespace) -> int:
         measure.free_memory()
-        gc.freeze()  # every graph capture collects garbage, which must not walk all modules each time
+        gc.freeze()  # every graph capture collects garbage and would walk all modules each time
         started = time.monotonic()
         deadline = started + args.seconds
         chosen = self.cases(args.set, args.quick)

@@ -1,7 +1,7 @@
-"""Bytes to learn from, on every machine: the topics of Python's ``help()`` and the sources of the standard library.
+"""Training text available on every machine: the topics of Python's ``help()`` and the sources of the standard library.
 
-One file in ``HELD_OUT`` is held out, chosen by a checksum of its path. A needle is a line about a random name, which a
-second line repeats: it can be completed from the first alone.
+One file in ``HELD_OUT`` is held out, chosen by a checksum of its path. A needle is a line about a random name; a second
+line repeats it, and only the first line tells how to complete it.
 """
 import functools
 import sysconfig
@@ -50,7 +50,8 @@ def tensor(content: bytes) -> Tensor:
 
 
 def first_bytes(text: Text, length: int, count: int) -> Tensor:
-    """``(count, length)`` at most: the beginnings of held-out files that are long enough, spread over all of them."""
+    """At most ``(count, length)``: beginnings of held-out files that are long enough, evenly spread over these
+    files."""
     long = [x[:length] for x in text.held_out if len(x) >= length]
     if not long:
         raise ValueError(f"no held-out file has {length} bytes")
@@ -78,11 +79,11 @@ def lines(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
 
 
 def planted(text: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """``text (B, n)`` in which ``count`` needles each stand twice, anywhere, and where the second codes are: ``(B,
-    count, 5)``."""
+    """``text (B, n)`` with ``count`` needles, each at two random places, and the positions ``(B, count, 5)`` of the
+    second codes."""
     batch, length = text.shape
     slots = torch.rand(batch, length // SLOT, generator=generator, device=text.device).argsort(1)[:, :2 * count]
-    pairs = slots.unflatten(1, (count, 2)).sort(-1).values  # said, repeated
+    pairs = slots.unflatten(1, (count, 2)).sort(-1).values  # first line, second line
     said = lines((batch, count), generator)
     at = SLOT * pairs[..., None] + torch.arange(SLOT, device=text.device)  # (B, count, 2, SLOT)
     found = text.scatter(1, at.flatten(1), said[:, :, None].expand(-1, -1, 2, -1).flatten(1))

@@ -1,16 +1,16 @@
 """Results of every backend against the float64 oracle, in every type.
 
-Each case is drawn, laid out and answered by tests/oracle/cases.py and tests/oracle/reference.py; the named ones have
-sizes of several tiles, the grid has masks, biases, lengths, head dims, grouped heads, strides, softcap and scale. An
-error ``max|x - ref64|`` may be at most twice (gradients: three times) that of the plain same-precision computation,
-plus the roundings that ``reference.error_and_allowed`` names. NaN and infinities must stand where the oracle has them,
-and every result must have the type and shape of its argument; one that does not is infinitely wrong. Nothing is
-averaged and nothing may be left out of a tensor.
+tests/oracle/cases.py and tests/oracle/reference.py draw, lay out and answer each case. Named cases have several tiles;
+the grid varies masks, biases, lengths, head dims, grouped heads, strides, softcap and scale. An error
+``max|x - ref64|`` may be at most twice (gradients: three times) that of the plain same-precision computation, plus the
+roundings that ``reference.error_and_allowed`` names. NaN and infinities must be where the oracle has them, and every
+result must have the type and shape of its argument; otherwise its error counts as infinite. Every element is compared,
+and nothing is averaged.
 
-A line shows the tensor that comes closest to its limit, of the grid the worst error of each gradient in units of what
-is allowed. A backend that cannot run here stands there with the reason, and so does a case that it refuses (the grid
-counts them as not served). Writes forward_equivalence.json, backward_equivalence.json or grad_equivalence.json; exits
-with 1 if any error exceeds what is allowed, and then the file ends with .failed.json.
+Each line shows the tensor closest to its limit; for the grid, it shows the worst error of each gradient relative to its
+limit. A backend that cannot run here is listed with the reason, and so is a case that a backend refuses (in the grid
+these are counted as not served). Writes forward_equivalence.json, backward_equivalence.json or grad_equivalence.json.
+If any error exceeds its limit, the exit status is 1 and the file name ends with .failed.json.
 """
 import argparse
 import math
@@ -31,7 +31,7 @@ from tests.oracle.cases import Case
 
 DTYPES = ("float16", "bfloat16", "float32")
 BACKENDS = ("cuda", "numpy", "triton", "flex")
-TYPES_OF = {"cuda": DTYPES}  # it raises TypeError for others; the other backends take float64 too
+TYPES_OF = {"cuda": DTYPES}  # cuda raises TypeError for other types; the other backends support float64 too
 GRADIENTS = ("query", "key", "value", "bias")
 _SIZES = {"batch": 2, "query_length": 260, "key_length": 260, "heads": 4, "kv_heads": 2, "head_dim": 64, "window": 64}
 
@@ -58,9 +58,9 @@ Answer = dict[str, tuple[np.ndarray, np.ndarray, float]]  # name -> float64, pla
 class Suite(NamedTuple):
     file: str  # of the results
     dtypes: tuple[str, ...]
-    factor: int  # of the plain error that is allowed
-    tf32: tuple[str, ...]  # backends that multiply float32 by tensor cores, if they take it
-    cases: Callable[[str, str], list[Case]]  # of a type, with names that start like this
+    factor: int  # allowed multiple of the plain error
+    tf32: tuple[str, ...]  # backends that multiply float32 on tensor cores
+    cases: Callable[[str, str], list[Case]]  # (type, start of the name)
     run: Callable[..., dict[str, Any]]  # (case, convert, backend, with_dlse)
     expected: Callable[..., Answer]  # (case, with_dlse, tf32)
 
@@ -95,7 +95,7 @@ class Row:
     dtype: str
     case: str
     errors: dict[str, tuple[float, float]] = field(default_factory=dict)  # tensor -> error, allowed
-    reason: str = ""  # why there is nothing
+    reason: str = ""  # why there is no result
 
     def ratio(self, name: str) -> float:
         """The error in units of what is allowed."""
@@ -122,8 +122,8 @@ class Row:
 
 
 def library_for(backend: str, suite: Suite) -> tuple[Any, Any]:
-    """The library and device whose arrays a backend takes. flex computes on the GPU if there is one, but not the grid:
-    it would compile every case, for hours."""
+    """The library and device of a backend's arrays. flex runs on the GPU if there is one, except for the grid, where it
+    would compile every case, for hours."""
     on_gpu = Device("cuda", 0)
     if backend == "flex" and suite.cases is named:
         return (library_named("torch"), on_gpu) if torch.cuda.is_available() else (library_named("numpy"), CPU)
@@ -165,7 +165,7 @@ def compare(suite: Suite, backends: list[str], dtypes: list[str], names: str = "
 
 # ---- what is printed and recorded ----
 def printed(rows: Iterator[Row]) -> Iterator[Row]:
-    """Each row as it comes: a GPU's compilers take seconds for a case."""
+    """Print each row when it is ready: compilers for a GPU take seconds per case."""
     print(f"{'backend':<9}{'type':<10}{'case':<22}{'tensor':<7}{'max error':>11}{'allowed':>11}  ok")
     for row in rows:
         start = f"{row.backend:<9}{row.dtype:<10}{row.case:<22}"
@@ -185,7 +185,7 @@ def entry(row: Row) -> dict[str, Any]:
 
 
 def by_type(rows: list[Row]) -> list[dict[str, Any]]:
-    """The rows of the grid, one entry for a backend and type."""
+    """The rows of the grid, one entry per backend and type."""
     grouped: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         if row.dtype in TYPES_OF.get(row.backend, (row.dtype,)) and row.dtype:
@@ -222,11 +222,11 @@ def number(ratio: float) -> float | str:
 
 def add_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("what", choices=SUITES)
-    options.add_argument("--backend", action="append", choices=BACKENDS, help="only this one (may be repeated)")
+    options.add_argument("--backend", action="append", choices=BACKENDS, help="only this backend (may be repeated)")
     options.add_argument("--dtype", action="append", choices=SUITES["grid"].dtypes,
                          help="only this type (may be repeated)")
     options.add_argument("--cases", default="", help="only cases whose name starts with this")
-    options.add_argument("--dlse", action="store_true", help="of the grid: also with a gradient of lse")
+    options.add_argument("--dlse", action="store_true", help="in the grid, also give a gradient of lse")
 
 
 def run(args: argparse.Namespace) -> int:

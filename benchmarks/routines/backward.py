@@ -1,23 +1,26 @@
 """Backward pass: this library, dense attention and FlexAttention with the same mask, in one run.
 
-Inputs as in forward, and dout. Sets: ``table`` and ``model`` as in forward up to N = 131072, where dense attention
-ends; ``model`` also has 64 heads, batches of four, D 256, and scores that rise, fall, come in bursts or are all equal.
-``plain``: causal attention and attention without a mask or bias, N = 4096 (batch 4) and 16384, D 64 and 128.
+Inputs as in forward, and dout. Sets: ``table`` and ``model`` as in forward, up to N = 131072, the longest for which
+dense attention is measured; ``model`` also has 64 heads, batches of four, D 256, and scores that rise, fall, come in
+bursts or are all equal. ``plain``: causal attention and attention without a mask or bias, N = 4096 (batch 4) and 16384,
+D 64 and 128.
 
-Stages. backward: attention_backward with all four gradients, every list of the mask prepared; backward+lists: with the
-mask's cache emptied before the capture; backward deterministic. forward+backward: dynamic_mask_attention and its
-gradients from the values, dt_proj and A on; scores and selection are computed twice, as without autograd.
+Stages. backward: attention_backward with all four gradients and every list of the mask prepared. backward+lists: the
+same with the mask's cache emptied before the capture. backward deterministic. forward+backward:
+dynamic_mask_attention from values, dt_proj and A, and its gradients; scores and selection are computed twice, as they
+are without autograd.
 
-Peers. cudnn, flash: dense causal scaled_dot_product_attention on contiguous (B, H, N, D) tensors (more work: all pairs;
-in ``plain`` the same): torch.autograd.grad of a retained forward pass, for forward+backward (cudnn) of both. flex:
-compiled FlexAttention, the interval mask as block mask, the bias as a score_mod that learns, backward alone. Rates
-that others have published stand beside them as a reference that was not run.
+Peers. cudnn, flash: dense causal scaled_dot_product_attention on contiguous (B, H, N, D) tensors, timed as
+torch.autograd.grad of a retained forward pass (forward+backward, cudnn only, times both). It does more work, because it
+computes all pairs; in ``plain`` the work is equal. flex: the backward pass of compiled FlexAttention, with the interval
+mask as block mask and the bias as a score_mod that learns. Published rates of others are shown for reference; they were
+not measured in this run.
 
 Throughput: effective = dense causal operations / time; needed = operations of the kept pairs / time. 10*D per pair for
 a backward pass (five products), 14*D with the forward.
 
 Check: sampled queries (dq) and keys (dk, dv, dbias) of every case against float64, with at most three times the error
-of the plain same-precision computation plus one rounding (harness/check.py). Keys that nobody sees have gradients of
+of the plain same-precision computation plus one rounding (harness/check.py). Gradients of keys that no query sees are
 exactly zero, deterministic=True gives the same bits twice, and the whole chain agrees with its stages.
 """
 import functools
@@ -35,7 +38,8 @@ from cupy_dma.backward import attention_backward, dynamic_mask_attention_backwar
 
 
 def cases(which: str, quick: bool = False) -> list[Case]:
-    """The forward's cases that train, up to N = 131072, where dense attention ends. FlexAttention: three of them."""
+    """The forward's training cases up to N = 131072, the longest for dense attention. FlexAttention runs three of
+    them."""
     if which == "smoke":
         return [Case("smoke", 4, 2, 32, 300, 300, 64), Case("smoke", 2, 1, 64, 200, 200, 256),
                 Case("smoke", 2, 1, 64, 200, 200, 64, batch=2, pattern="falling"),
@@ -82,7 +86,7 @@ class Benchmark(suite.Benchmark):
         scores = super().score()
         if self.case.pattern in ("rising", "falling"):
             return scores.sort(-1, descending=self.case.pattern == "falling").values
-        if self.case.pattern == "bursty":  # a burst of 256 keys in each 4096, in which all are better than elsewhere
+        if self.case.pattern == "bursty":  # in each 4096 keys, a burst of 256 that score above all others
             position = torch.arange(scores.shape[-1], device=scores.device)
             return scores + scores.amax() * (position % 4096 < 256)
         return torch.ones_like(scores) if self.case.pattern == "equal" else scores
@@ -127,13 +131,13 @@ class Benchmark(suite.Benchmark):
         self.record("cupy_dma", "forward+backward", self.everything)
 
     def sampled(self, gradients: Any) -> GradientCheck:
-        """Some of them against float64, see harness/check.py."""
+        """Check sampled gradients against float64, see harness/check.py."""
         return check_interval_gradients(gradients, self.dout, self.query, self.key, self.value, self.out, self.lse,
                                         self.options.get("bias"), *self.intervals(), seed=self.case.seed,
                                         bias_delay=self.options.get("bias_delay", 0))
 
     def check(self) -> dict[str, Any]:
-        """Sampled gradients; the same bits twice; the chain as its stages."""
+        """Check sampled gradients, equal bits in two runs, and that the chain agrees with its stages."""
         self.forget_lists()
         found = self.backward()
         sampled = self.sampled(found)
@@ -166,11 +170,11 @@ class Benchmark(suite.Benchmark):
                         *tensors, start, stop, self.scores, delay=self.options.get("bias_delay", 0), forward=whole),
                         deadline, stage)
             return
-        if case.set == "window":  # dense attention knows no window: measured with "train"
+        if case.set == "window":  # dense attention ignores the window: measured in "train"
             return
         causal = self.options.get("causal", True)
         for who, backend in peers.backends("cudnn", "flash").items():
-            large = case.causal_pairs > 2e11  # for these only the fastest peer's backward
+            large = case.causal_pairs > 2e11  # these measure only the fastest peer's backward
             if who != "flash" or not large:
                 self.peer(who, functools.partial(peers.dense_backward, backend, *tensors, causal=causal), deadline,
                           "backward")

@@ -1,27 +1,28 @@
-"""Dynamic mask attention of one sequence over several GPUs, beside one GPU and beside ring attention.
+"""Dynamic mask attention of one sequence over several GPUs, beside one GPU and ring attention.
 
-A process for each of ``--ranks`` GPUs, or those of ``torchrun --nproc_per_node 8 -m benchmarks context_parallel``.
+``--ranks`` starts one process per GPU; alternatively run ``torchrun --nproc_per_node 8 -m benchmarks
+context_parallel``.
 
 Sizes: B = 1, 16/8 heads, D 128, w 2048, bfloat16, 65536 to 8388608 tokens in equal shards. Queries, keys, values and
-scores are normally distributed and independent, seeded by shard.
+scores are independent normal numbers, seeded by shard.
 
-Peers. ours: ``context_parallel_attention`` with room ahead of keys and values. copies: without, so that they are
-copied. one: ``dynamic_mask_attention`` of the whole sequence on the GPU of rank 0. ring: torch's own context parallel
-for SDPA, causal attention for which every key and value goes around (more work: all pairs).
+Peers. ours: ``context_parallel_attention`` with room ahead of keys and values. copies: the same without that room, so
+keys and values are copied. one: ``dynamic_mask_attention`` of the whole sequence on the GPU of rank 0. ring: torch's
+context parallel SDPA, a causal attention that passes every key and value around (more work: all pairs).
 
-Passes. forward; training: with the gradients of query, key, value and scores; model, of ours and one: a step of the
-decoder of the routine training on one sequence, each layer recomputed in the backward pass; mesh: the same with half as
-many sequences as ranks, each over two ranks: data and context parallelism, with four ranks or more. model and mesh
-are measured at ``--model-lengths`` only, which are tokens of all sequences together.
+Passes. forward. training: forward and the gradients of query, key, value and scores. model (ours and one): a training
+step of the decoder of the routine ``training`` on one sequence, with each layer recomputed in the backward pass. mesh:
+data and context parallelism together, half as many sequences as ranks, each split over two ranks; needs four ranks or
+more. model and mesh are measured only at ``--model-lengths``, which count the tokens of all sequences together.
 
-Timing: two calls compile the kernels, then ``--steps`` are queued without waiting, with CUDA events between them; the
-median of the slowest rank counts. A shard is larger than the L2 cache. A peer is left out that would not fit into
-memory, or whose calls would take longer than ``--longest`` seconds by those of the length before.
+Timing: two calls compile the kernels, then ``--steps`` calls are queued without waiting, with CUDA events between them;
+the median of the slowest rank counts. A shard is larger than the L2 cache. A peer is left out if it would not fit into
+memory, or if a call would take longer than ``--longest`` seconds, estimated from the previous length.
 
-Check. Of ours and copies: rows of every shard against float64 attention over the exact selection, with twice the error
-of the plain computation and one rounding allowed; gradients of rank 0's shard, which hold what later ranks have
-returned, against those of one GPU; the losses of a model within 5e-3 nats of one GPU's; the bytes received against the
-formula, and that no length changes them.
+Check. ours and copies: rows of every shard against float64 attention over the exact selection, with at most twice the
+error of the plain computation plus one rounding. Gradients of rank 0's shard, which include what later ranks have
+returned, must match those of one GPU; a model's losses must be within 5e-3 nats of one GPU's. The number of bytes
+received must follow the formula and be the same for all lengths.
 """
 import argparse
 import itertools
@@ -57,28 +58,28 @@ SMOKE = {"lengths": [96, 161], "heads": 4, "kv_heads": 2, "head_dim": 16, "windo
 
 
 class Bench:
-    """What one rank of ``group`` does. ``control``: a gloo group of the same ranks for all that is not measured."""
+    """The work of one rank of ``group``. ``control``: a gloo group of the same ranks for untimed communication."""
 
     def __init__(self, args: argparse.Namespace, group: Any, control: Any):
         self.args, self.rank, self.world = args, dist.get_rank(group), dist.get_world_size(group)
         self.group, self.control = group, control
-        self.seconds: dict[tuple[str, str], tuple[int, float]] = {}  # of a call, at the length before
+        self.seconds: dict[tuple[str, str], tuple[int, float]] = {}  # per call, at the previous length
         self.kept: dict[str, Any] = {}  # gradients of one GPU
-        self.losses: dict[tuple[str, int], list[float]] = {}  # of its model, by pass and length
-        self.path = Path()  # of the results so far
+        self.losses: dict[tuple[str, int], list[float]] = {}  # of one GPU's model, by pass and length
+        self.path = Path()  # file of the results so far
         self.mesh: Any = None
         if "mesh" in args.passes and self.world >= 4 and self.world % 2 == 0:
             self.mesh = dist.device_mesh.init_device_mesh(args.device, (self.world // 2, 2),
                                                           mesh_dim_names=("data", "sequence"))
 
     def everywhere(self, x: Any) -> list[Any]:
-        """What every rank has, in their order."""
+        """The value of every rank, in rank order."""
         found: list[Any] = [None] * self.world
         dist.all_gather_object(found, x, group=self.control)
         return found
 
     def run(self) -> list[dict[str, Any]]:
-        """All rows, the same on every rank; rank 0 prints and writes them one by one."""
+        """Measure all rows, which are the same on every rank; rank 0 prints and writes each row when it is ready."""
         args, rows, started = self.args, [], time.monotonic()
         for length, what, peer in itertools.product(args.lengths, args.passes, args.peers):
             if what in MODELS and (length not in args.model_lengths or peer not in ("one", "ours")):
@@ -99,7 +100,7 @@ class Bench:
         return rows
 
     def row(self, length: int, what: str, peer: str) -> dict[str, Any]:
-        """The same on every rank."""
+        """Measure one row, which is the same on every rank."""
         args = self.args
         row = {"length": length, "pass": what, "peer": peer, "ranks": self.world, "ms": None, "note": "", "ok": True}
         before, seconds = self.seconds.get((what, peer), (length, 0.0))
@@ -110,7 +111,7 @@ class Bench:
         device = "cpu" if args.device == "cpu" else f"cuda:{torch.cuda.current_device()}"
         problem = Problem(length, self.world, args.heads, args.kv_heads, args.head_dim, args.window, torch.bfloat16,
                           device)
-        if args.device == "cuda" and peer != "one" and what not in MODELS:  # one rank without memory would hold up all
+        if args.device == "cuda" and peer != "one" and what not in MODELS:  # out of memory, a rank blocks all
             memory = torch.cuda.get_device_properties(device).total_memory
             if problem.bytes_needed(peer, what == "training") > 0.95 * memory:
                 return {**row, "note": "left out: too large"}
@@ -139,7 +140,7 @@ class Bench:
         return row
 
     def measured(self, problem: Any, what: str, peer: str) -> dict[str, Any]:
-        """Times of a peer on this rank; of ours with checks."""
+        """Time a peer on this rank, and check this library's results."""
         grad, rank = what == "training", None if peer == "one" else self.rank
         inputs = problem.inputs(rank, peer == "ours", grad)
         dout = None if not grad else problem.whole("dout") if rank is None else problem.shard("dout", rank)
@@ -179,7 +180,7 @@ class Bench:
                                   self.args.device, **shared)
 
     def compare(self, row: dict[str, Any], losses: list[float]) -> None:
-        """The losses of a model with those of one GPU, where that has run before."""
+        """Compare a model's losses with those of one GPU, if that has run already."""
         row["losses"], one = losses, self.losses.setdefault((row["pass"], row["length"]), losses)
         worst, allowed = differ(losses, one)
         row.update(loss_differs=worst, ok=worst <= allowed)
@@ -192,7 +193,7 @@ class Bench:
             check.update(gradients=worst, gradients_allowed=allowed, ok=check["ok"] and worst <= allowed)
         expected = distributed.exchanged_bytes(1, problem.kv_heads, problem.head_dim, problem.dtype, problem.window,
                                                world=self.world, rank=self.rank)[:1 + grad]
-        counted = [size for name, size in moved if size != 8 * (self.world - 1)]  # that are more than a digest
+        counted = [size for name, size in moved if size != 8 * (self.world - 1)]  # without digests
         check["ok"] = check["ok"] and (self.world == 1 or counted == list(expected))
         return {"check": check, "bytes": counted}
 
@@ -205,13 +206,13 @@ class Bench:
 
 
 def is_right(rows: list[dict[str, Any]], args: argparse.Namespace) -> bool:
-    """All checks, and that the bytes of a pass are the same at all lengths."""
+    """Whether all checks pass and the bytes of a pass are the same at all lengths."""
     moved = {(row["pass"], *map(tuple, row["bytes"])) for row in rows if row.get("bytes")}
     return all(row["ok"] for row in rows) and len(moved) <= len(args.passes)
 
 
 def work(args: argparse.Namespace) -> int:
-    """What every process does; rank 0 writes."""
+    """The work of every process; rank 0 writes the results."""
     on_gpu = args.device != "cpu"
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -235,16 +236,16 @@ def _spawned(rank: int, args: argparse.Namespace, folder: str) -> None:
 
 
 def add_options(options: argparse.ArgumentParser) -> None:
-    options.add_argument("--ranks", type=int, default=2, help="processes; torchrun brings its own (default: 2)")
+    options.add_argument("--ranks", type=int, default=2, help="processes; ignored under torchrun (default: 2)")
     options.add_argument("--lengths", type=listed(None, int), default=list(LENGTHS))
     options.add_argument("--passes", type=listed(PASSES), default=list(PASSES))
-    options.add_argument("--model-lengths", type=listed(None, int), default=[262144], help="of the passes of a model")
+    options.add_argument("--model-lengths", type=listed(None, int), default=[262144], help="for model and mesh")
     options.add_argument("--peers", type=listed(PEERS), default=list(PEERS))
     for name, usual in (("heads", 16), ("kv-heads", 8), ("head-dim", 128), ("window", 2048), ("steps", 10)):
         options.add_argument(f"--{name}", type=int, default=usual, help=f"(default: {usual})")
-    options.add_argument("--model", choices=decoder.MODELS, default="80m", help="of the pass model")
-    options.add_argument("--longest", type=float, default=5.0, help="seconds of a call, else a peer is left out")
-    options.add_argument("--seconds", type=float, default=1500, help="after this time nothing more is started")
+    options.add_argument("--model", choices=decoder.MODELS, default="80m", help="the decoder of model and mesh")
+    options.add_argument("--longest", type=float, default=5.0, help="leave out a peer whose call takes more seconds")
+    options.add_argument("--seconds", type=float, default=1500, help="start nothing after this time")
     options.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options.add_argument("--smoke", action="store_true", help="a tiny size")
 

@@ -1,19 +1,19 @@
 """The NumPy backend beside torch's SDPA on the same CPU, forward and backward, in one run.
 
-Inputs: float32, independent normal numbers (numpy.random.default_rng of a number made from the case), 4/2 heads, D 32.
-small: B 8, N 256, w 64 and 256 (as many pairs as causal attention); large: B 1, N 16384, w 512.
+Inputs: float32, independent normal numbers (numpy.random.default_rng seeded by the case), 4/2 heads, D 32. small: B 8,
+N 256, w 64 and 256 (w = 256 keeps as many pairs as causal attention). large: B 1, N 16384, w 512.
 
 cupy_dma: NumPy arrays; IntervalMask.top_w, attention with the scores as bias, attention_backward with all four
-gradients. all BLAS threads: the same without the limit to one thread, to show what it is for. sdpa: causal
-scaled_dot_product_attention with enable_gqa and its three gradients, contiguous (B, H, N, D) tensors, torch's own
-number of threads.
+gradients. all BLAS threads: the same without the limit to one thread, to show why the limit exists. sdpa: causal
+scaled_dot_product_attention with enable_gqa and its three gradients, on contiguous (B, H, N, D) tensors, with torch's
+default number of threads.
 
-Timing: wall time, cupy_dma and sdpa by turns, ``--repeats`` times after a warm-up, then all BLAS threads (which take
-time from others for a while after their work); medians, and the fastest. Where other programs want the cores too, only
-these numbers of one run can be compared with each other: the load average and the numbers of threads stand beside them.
+Timing: wall time. After a warm-up, cupy_dma and sdpa alternate ``--repeats`` times; all BLAS threads comes last,
+because its threads keep cores busy for a while. Shows medians and the fastest times. If other programs use the cores,
+compare only numbers of one run; the load average and the thread counts are recorded with them.
 
-Check: sampled rows and keys of every batch entry against float64, as in forward.py and backward.py. Times have no part
-in that.
+Check: sampled rows and keys of every batch entry against float64, as in forward.py and backward.py. The check ignores
+times.
 """
 import argparse
 import os
@@ -47,7 +47,7 @@ def cases(which: str) -> list[Case]:
 
 
 def by_turns(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
-    """Milliseconds of each call in each turn; the first turn does not count."""
+    """Milliseconds of each call in each turn, without the first turn."""
     ms: dict[str, list[float]] = {who: [] for who in calls}
     for turn in range(repeats + 1):
         for who, call in calls.items():
@@ -59,7 +59,7 @@ def by_turns(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, lis
 
 
 class Benchmark:
-    """One case: its inputs, and what is timed and checked."""
+    """The inputs, timed calls and checks of one case."""
 
     def __init__(self, case: Case):
         self.case, rng = case, np.random.default_rng(case.seed)
@@ -99,7 +99,7 @@ class Benchmark:
                  "repeats": repeats} for who, found in ms.items()]
 
     def check(self) -> dict[str, Any]:
-        """Sampled rows of the output and the mask, sampled gradients; of each batch entry."""
+        """Check sampled rows of the output and the mask, and sampled gradients, of each batch entry."""
         case, (mask, out, lse, gradients) = self.case, self.ours()
         sampled = np.random.default_rng(case.seed).integers(0, case.query_length, 4).tolist()
         entries = []

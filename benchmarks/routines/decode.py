@@ -1,31 +1,31 @@
-"""Decoding: the cache's step, the stateless way and the other ways to answer one query, in one run.
+"""Decoding: a step of the cache, stateless calls and the peers, for one query per sequence, in one run.
 
-Inputs: bfloat16, independent normal query, key and value, uniform scores (so some are equal), seeded by the case. One
-query a sequence, at the end of its history. Sets. ``table``, the original package's: B1 H2/1 D64, 256 ... 524288 keys,
-w = 1024. ``model``: batch 1, 8, 32, 128; 16 and 32 heads over 8, D 128; histories of 4096, 32768 and 131072 tokens
-(batch 1 also 1048576), w 1024 and 2048; what does not fit into memory is left out.
+Inputs: bfloat16, independent normal query, key and value, uniform scores (some are equal), seeded by the case. Each
+sequence has one query at the end of its history. Sets. ``table``, the original package's: B1 H2/1 D64, 256 ... 524288
+keys, w = 1024. ``model``: batch 1, 8, 32, 128; 16/8 and 32/8 heads, D 128; histories of 4096, 32768 and 131072 tokens
+(batch 1 also 1048576), w 1024 and 2048. Cases that do not fit into memory are left out.
 
-Ours. step: ``DynamicCache.extend`` by one token after the history, whose score is above all others, so that each step
-displaces a kept key (or fills a cache that is not yet full). replay and eager: wall time of one step and the wait for
-it, as a CUDA graph of that step alone and as a call; "queued_ms": among many that are queued. step unequal: as many
-rows, half of the kv heads with an eighth of w and half with the rest, as learned gates and budgets make them. step, n
-tokens: one call of n tokens a sequence. step, int8 and fp8 rows: of a cache with this ``storage``; keys and values are
-rounded to what it can store.
-stateless: ``dynamic_mask_attention`` from the scores on. prepared: ``attention`` with the interval mask given.
-kept_bytes: keys and values of the kept rows; cache_bytes: all arrays of a cache, or keys and values of the history.
+Ours. step: ``DynamicCache.extend`` by one token after the history. The token's score is above all others, so each step
+displaces a kept key (or fills a cache that is not full yet). replay and eager: wall time of one step until its result
+is ready, as a CUDA graph of that step alone and as a call; "queued_ms": time per step when many are queued. step
+unequal: the same number of rows, but half of the kv heads keep an eighth of w and the other half the rest, as learned
+gates and budgets do. step, n tokens: one call of n tokens per sequence. step, int8 and fp8 rows: a cache with this
+``storage``, with keys and values rounded to numbers that it can store.
+stateless: ``dynamic_mask_attention``, given the scores. prepared: ``attention``, given the interval mask.
+kept_bytes: keys and values of the kept rows. cache_bytes: all arrays of a cache, or keys and values of the history.
 
-Peers. cudnn, flash: scaled_dot_product_attention over all keys. masked: with an additive mask of the topk scores, as
-the original package's models call it; masked+build: with the time to build it. flex: compiled FlexAttention with the
-same interval mask as block mask (given) and the scores as score_mod.
+Peers. cudnn, flash: scaled_dot_product_attention over all keys. masked: the same with an additive top-k mask of the
+scores, as the original package's models call it; masked+build: including the time to build that mask. flex: compiled
+FlexAttention with the same interval mask as block mask (not timed) and the scores as score_mod.
 
 GPU time (``measure.steps_ms``): up to 20 calls in one graph, each on arrays of its own (as many copies as 4 GiB hold),
 as a decode step passes through the layers of a model. cold_ms: one call alone with an empty L2 cache, launch included.
-Copy bandwidth: bytes read and written by a copy of 2 GiB on the device, by a kernel or a copy engine, the faster.
-Empty replay: wall time of a graph of one tiny kernel and the wait for it.
+Copy bandwidth: bytes read and written by a 2 GiB copy on the device, by a kernel or a copy engine, whichever is faster.
+Empty replay: wall time of a graph of one tiny kernel until it has finished.
 
-Check: every output, also the peers', against float64 in the first, the last and a drawn sequence, with at most twice
-the error of the plain same-precision computation plus one rounding; the keys in the cache are exactly the best of the
-whole history, and a replayed step gives the same bits as a call. n tokens in a call give the bits of n calls.
+Check: every output, also of peers, against float64 in the first, the last and a random sequence, with at most twice the
+error of the plain same-precision computation plus one rounding. The cache must hold exactly the best keys of the whole
+history; a replayed step must give the same bits as a call, and a call of n tokens the same bits as n calls.
 """
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ from cupy_dma.arrays import library_named
 from cupy_dma.cache.storage import fake_quantized
 from cupy_dma.masks.windows import Window, each_head
 
-LAYERS = 20  # copies of a case's arrays, so that a graph of steps finds little of them in the L2 cache
+LAYERS = 20  # copies of a case's arrays, so that a graph of steps finds few of them in the L2 cache
 LAYER_BYTES = 4 * 2**30  # all copies together
-CHUNK = 32768  # tokens by which a cache is filled
+CHUNK = 32768  # tokens per call while filling a cache
 ALWAYS_KEPT = 2.0  # a score above all others, which are below 1
 
-Maker = Callable[[Any, Any, Any, Any], Any]  # of query, key, value, scores: a call, or a call and a note
+Maker = Callable[[Any, Any, Any, Any], Any]  # (query, key, value, scores) -> a call, or a call and a note
 
 
 class Benchmark(suite.Checked):
-    """One query of each sequence, at the end of its history. Outputs are checked while they are measured."""
+    """Measures one query per sequence, at the end of its history, and checks the outputs."""
 
     cold = False  # also time single calls with an empty L2 cache
 
@@ -71,7 +71,7 @@ class Benchmark(suite.Checked):
         self.inputs = self.query, self.key, self.value, self.scores
 
     def sampled(self) -> list[int]:
-        """Sequences that are checked."""
+        """The sequences to check."""
         return sampled_batch(self.case.batch, self.case.seed)
 
     def best_keys(self, b: int, window: Window) -> Any:
@@ -81,7 +81,7 @@ class Benchmark(suite.Checked):
         return self.best[b, window]
 
     def checked(self, out: Any, lse: Any, window: Window | None, bias: bool = True) -> Any:
-        """The check of a result ``(B, 1, H, D)`` and ``(B, H, 1)`` over the best ``window`` keys (None: all)."""
+        """Check a result ``(B, 1, H, D)`` and ``(B, H, 1)`` over the best ``window`` keys (None: all)."""
         check = TokenCheck()
         for b in self.sampled():
             check.compare(out[b, 0], None if lse is None else lse[b, :, 0], self.query[b, 0], self.key[b],
@@ -93,13 +93,13 @@ class Benchmark(suite.Checked):
         return max(1, min(LAYERS, LAYER_BYTES // max(size, 1)))
 
     def copies(self) -> list[tuple[Any, ...]]:
-        """The inputs, for every layer."""
+        """A copy of the inputs for every layer."""
         size = sum(x.numel() * x.element_size() for x in self.inputs)
         return [self.inputs, *(tuple(x.clone() for x in self.inputs) for _ in range(self.layers(size) - 1))]
 
     def record_calls(self, who: str, stage: str, calls: Sequence[Callable[[], Any]], note: str = "",
                      **more: Any) -> None:
-        """The time of one call, and more about it."""
+        """Record the time of one call, with ``more``."""
         ms, how = measure.steps_ms(calls)
         row = {"who": who, "stage": stage, "ms": ms, "timing": how, "note": note, **more}
         if self.cold:
@@ -109,7 +109,7 @@ class Benchmark(suite.Checked):
     # ---- the cache ----
     @contextmanager
     def rounded(self, storage: str | None) -> Iterator[None]:
-        """Keys and values that a cache with this ``storage`` reads as they are."""
+        """Keys and values rounded to numbers that a cache with this ``storage`` keeps exactly."""
         before = self.key, self.value
         if storage is not None:
             library, dtype = library_named("torch"), str(self.key.dtype).removeprefix("torch.")
@@ -129,7 +129,7 @@ class Benchmark(suite.Checked):
         return cache
 
     def step(self, window: Window, several: Sequence[int] = (), storage: str | None = None) -> None:
-        """Check the cache's step for the last token, then time steps that displace a kept key each; and calls of
+        """Check the cache's step for the last token, then time steps that each displace a kept key, and calls of
         ``several`` tokens."""
         each = each_head(window, self.case.kv_heads)
         stage = f"step w{window}" if isinstance(window, int) else f"step unequal w{sum(each) // len(each)}"
@@ -171,7 +171,7 @@ class Benchmark(suite.Checked):
             self.tokens(f"{stage}, {tokens} tokens", caches, tokens)
 
     def tokens(self, stage: str, caches: Sequence[Any], n: int) -> None:
-        """Check a call of n tokens, all of which are kept, against a call for each, then time such calls."""
+        """Check a call of n tokens, all kept, against n calls of one token, then time such calls."""
         query, key, value = (torch.randn(x.shape[0], n, *x.shape[2:], generator=self._generator, device=x.device)
                              .to(x.dtype) for x in (self.query, self.key, self.value))
         scores = torch.full((*self.scores.shape[:2], n), ALWAYS_KEPT, device=self.scores.device)
@@ -191,7 +191,7 @@ class Benchmark(suite.Checked):
         return cache.extend(*token, return_lse=True)
 
     def host(self, who: str, stage: str, call: Callable[[], Any], how: str) -> None:
-        """Wall time of a call and the wait for it ("ms"), and of one among many that are queued."""
+        """Wall time from a call until its result is ready ("ms"), and per call when many are queued."""
         row = {"who": who, "stage": stage, "timing": f"wall clock, {how}", "note": "",
                "ms": measure.waited_us(call, 50 if measure.on_gpu() else 1) / 1e3}
         if self.cold:
@@ -201,9 +201,9 @@ class Benchmark(suite.Checked):
     # ---- others ----
     def checked_peer(self, who: str, stage: str, make: Maker, deadline: float,
                      check: Callable[[Any], Any], repeat: int = 0, **more: Any) -> None:
-        """Record a peer and, as its note, whether ``check(its result (B, 1, H, D))`` found it right.
+        """Record a peer, with the verdict of ``check`` on its result ``(B, 1, H, D)`` as its note.
 
-        ``repeat``: as many calls on the same arrays, instead of one on each copy.
+        ``repeat``: that many calls on the same arrays, instead of one call on each copy.
         """
         if time.monotonic() > deadline:
             self.failed(who, stage, "no time left")
@@ -249,7 +249,7 @@ class Serving(Benchmark):
 
 
 class TooLarge(Serving):
-    """A case whose history does not fit: nothing is drawn or measured."""
+    """A case whose history does not fit into memory; it draws and measures nothing."""
 
     def __init__(self, case: Case):
         self.case, self.rows, self.checks = case, [], {}
@@ -262,7 +262,7 @@ class TooLarge(Serving):
 
 
 class Original(Benchmark):
-    """The rows of the original package's table, with the same mask made in every way."""
+    """The rows of the original package's table; each peer builds the same mask its own way."""
 
     cold = True
 
@@ -318,7 +318,7 @@ class Original(Benchmark):
         """FlexAttention with the interval mask as block mask; compiled where there is a GPU."""
         mask = dma.IntervalMask.top_w(self.scores, window=self.case.window)
         start, stop = (x.expand(self.scores.shape).contiguous() for x in (mask.start, mask.stop))
-        # One set of arrays: a copy would be compiled anew.
+        # One set of arrays: each copy would be compiled again.
         self.checked_peer("flex", "attention", lambda q, k, v, scores: peers.flex(
             q, k, v, start, stop, scores, compiled=measure.on_gpu()), deadline,
             lambda out: self.checked(out, None, self.case.window), repeat=8)
@@ -355,7 +355,7 @@ def machine_limits() -> dict[str, Any]:
     device, size = ("cuda", COPY_BYTES) if measure.on_gpu() else ("cpu", 2**20)
     source = torch.randint(0, 256, (size,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    # In a graph the copy itself is left to a copy engine, which is slower than a kernel.
+    # A graph runs a plain copy on a copy engine, which is slower than a kernel.
     ms = min(measure.gpu_ms(call)[0] for call in (functools.partial(target.copy_, source),
                                                   functools.partial(torch.bitwise_not, source.view(torch.int32),
                                                                     out=target.view(torch.int32))))

@@ -1,20 +1,21 @@
 """Dense masks and biases, block and column structure, intervals as dense masks, varlen, and no mask, in one run.
 
-Inputs: bfloat16, batch 1, 16/8 heads, D 128; query, key, value, dout and biases independent normal numbers, seeded by
-the case.
+Inputs: bfloat16, batch 1, 16/8 heads, D 128; query, key, value, dout and biases are independent normal numbers, seeded
+by the case.
 
-random: a mask (1, H, N, N) of which half is visible and a bias (1, H, N, N), N = 8192. Ours: forward and backward with
-the gradient of the bias, the mask packed anew in every call. Peers: flex, compiled FlexAttention that reads the same
-mask in mask_mod and the same bias in score_mod, block mask given ("block mask": the time that takes, not included);
-cudnn, efficient: scaled_dot_product_attention with a float mask that is added up beforehand and kv heads expanded.
-blocks: one in eight tiles of 128 x 128 visible, against the same call with everything visible; columns: one key in 16,
-the same for all queries, likewise. Masks shared by all heads (1, 1, N, N) and of each head (1, H, N, N), no bias.
-interval: the top-w mask, w = 1024, as a dense boolean (1, Hkv, N, N), against the interval mask itself (lists built
-anew) and one read of the boolean (the faster of a reduction and half of a copy).
-varlen causal, varlen top-w: 64 sequences of 100 to 8000 tokens, against 64 equal ones of as many tokens, as a batch
-(B = 64) and packed. Causal attention of unequal lengths has more pairs, so times are compared per visible pair.
-plain: forward of all keys and causal, without more and with a bias of keys and a softcap of 30, D 64 and 128, N = 8192
-and 32768. Peers, which have neither bias nor softcap: cudnn, flash, scaled_dot_product_attention of the same.
+random: a half-visible mask (1, H, N, N) and a bias (1, H, N, N), N = 8192. Ours: forward, and backward with the
+gradient of the bias; every call packs the mask again. Peers: flex, compiled FlexAttention that reads the same mask in
+mask_mod and the same bias in score_mod, with a given block mask ("block mask": the time to build it, not included);
+cudnn, efficient: scaled_dot_product_attention with a float mask, summed beforehand, and expanded kv heads.
+blocks: one in eight tiles of 128 x 128 is visible. columns: one key in 16 is visible, the same for all queries. Both
+are compared with the same call with everything visible, for masks shared by all heads (1, 1, N, N) and one per head
+(1, H, N, N), without a bias.
+interval: the top-w mask, w = 1024, as a dense boolean (1, Hkv, N, N), against the interval mask itself (lists rebuilt)
+and one read of the boolean (a reduction or half of a copy, whichever is faster).
+varlen causal, varlen top-w: 64 sequences of 100 to 8000 tokens, against 64 equal ones with the same total, as a batch
+(B = 64) and packed. Unequal lengths have more causal pairs, so times are compared per visible pair.
+plain: forward over all keys and causal, once plain and once with a key bias and a softcap of 30, D 64 and 128, N = 8192
+and 32768. Peers cudnn and flash run scaled_dot_product_attention without bias and softcap, which it does not support.
 
 Check: sampled rows and keys of every output and gradient, also the peers', against float64 under the rule "at most
 twice (gradients: three times) the error of the plain same-precision computation plus one rounding", see
@@ -40,7 +41,7 @@ class Benchmark(suite.Checked):
         self.dout = self.normal(*self.query.shape)
 
     def prepare(self) -> None:
-        """What the calls are given."""
+        """Make the arguments of the calls."""
 
     def draw_mask(self, heads: int, make: Any) -> Any:
         """bool (1, heads, N, N): ``make(rows of one head)`` fills a head."""
@@ -51,7 +52,7 @@ class Benchmark(suite.Checked):
         return torch.rand(shape, device=self._device, generator=self._generator)
 
     def problem(self, mask: Any, bias: Any = None) -> Any:
-        """The computation of a dense mask as the check takes it."""
+        """The computation under a dense mask, in the form that the check takes."""
         return Problem(self.query[0], self.key[0], self.value[0], lambda i, j: mask[0][:, i][:, :, j],
                        None if bias is None else bias[0])
 
@@ -80,11 +81,11 @@ class Benchmark(suite.Checked):
         self.checks[stage] = check_backward(given, (*(x[0] for x in found[:3]), dbias), self.sampled(), self.sampled())
 
     def check_output(self, problem: Any, out: Any) -> dict[str, Any]:
-        """Of a peer: (1, H, Lq, D)."""
+        """Check a peer's output (1, H, Lq, D)."""
         return check_forward(problem, out[0].transpose(0, 1), None, self.sampled())
 
     def checked_peer(self, who: str, stage: str, make: Any, deadline: float, check: Any) -> None:
-        """A peer whose result ``check`` takes, too; what that says goes to its note and never fails the run."""
+        """Measure a peer and check its result; the verdict goes to its note and never fails the run."""
         def checked() -> tuple[Any, str]:
             made = make()
             call, note = made if isinstance(made, tuple) else (made, "")
@@ -93,7 +94,7 @@ class Benchmark(suite.Checked):
         self.peer(who, checked, deadline, stage)
 
     def peers(self, deadline: float, flex: bool) -> None:
-        """None, except where a subclass has some."""
+        """No peers; subclasses may add some."""
 
 
 class Random(Benchmark):
@@ -109,10 +110,10 @@ class Random(Benchmark):
         self.out, self.lse = out, lse
 
     def check_gradients(self, found: Any) -> dict[str, Any]:
-        """Of a peer, heads first: of query, key, value and maybe the bias."""
+        """Check a peer's gradients, heads first, of query, key, value and perhaps the bias."""
         dq, dk, dv, *rest = (x[0] for x in found)
         dq, dk, dv = (x.transpose(0, 1) for x in (dq, dk, dv))
-        if dk.shape[1] > self.case.kv_heads:  # expanded: what the caller would still have to add up
+        if dk.shape[1] > self.case.kv_heads:  # expanded kv heads: add them up, as the caller would have to
             dk, dv = (x.float().unflatten(1, (self.case.kv_heads, -1)).sum(2).to(x.dtype) for x in (dk, dv))
         return check_backward(Given(self.checked, self.dout[0], self.out[0], self.lse[0]),
                               (dq, dk, dv, rest[0] if rest else None), self.sampled(), self.sampled())
@@ -145,7 +146,7 @@ class Structured(Benchmark):
         if self.case.set == "columns":
             return (self.uniform(n).argsort() % 16 == 0).expand(n, n).clone()
         side, blocks = 128, -(-n // 128)
-        chosen = self.uniform(blocks, blocks).argsort(-1) % 8 == 0  # as many in every row of tiles
+        chosen = self.uniform(blocks, blocks).argsort(-1) % 8 == 0  # equally many in every row of tiles
         return chosen.repeat_interleave(side, 0).repeat_interleave(side, 1)[:n, :n].clone()
 
     def ours(self) -> None:
@@ -218,7 +219,7 @@ SEQUENCES, SHORTEST, LONGEST = 64, 100, 8000
 
 
 def lengths(small: bool) -> list[int]:
-    """Lengths of the sequences of a varlen case, a multiple of their number in all."""
+    """Lengths of the sequences of a varlen case; their total is a multiple of their number."""
     count, longest = (4, 150) if small else (SEQUENCES, LONGEST)
     drawn = np.random.default_rng(5).integers(SHORTEST, longest + 1, count)
     drawn[np.argmin(drawn)] += -int(drawn.sum()) % count
@@ -241,7 +242,7 @@ class Varlen(Benchmark):
 
     def measured(self, label: str, lengths: list[int], forward: Any, backward: Any, inputs: tuple[Any, ...],
                  *ends: Any, **options: Any) -> tuple[Any, Any, Any]:
-        """Time both passes; out, lse and gradients. Rows count the visible pairs."""
+        """Time both passes and record the number of visible pairs. Returns out, lse and the gradients."""
         w = self.case.window or max(lengths)
         pairs = self.case.heads * sum(n * min(w, n) - min(w, n) * (min(w, n) - 1) // 2 for n in lengths)
 
@@ -290,7 +291,7 @@ class Varlen(Benchmark):
         self.checks[f"backward {label}"] = check_backward(given, gradients, self.sampled(), self.sampled())
 
     def batch(self, lengths: list[int]) -> None:
-        """The equal sequences as a batch: the computation of the packed ones before."""
+        """Measure the equal sequences as a batch, the same computation as when packed."""
         count, n = len(lengths), lengths[0]
         inputs = tuple(x.reshape(count, n, *x.shape[2:]) for x in (self.dout, self.query, self.key, self.value))
         options: dict[str, Any] = {"causal": True}

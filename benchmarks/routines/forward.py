@@ -1,19 +1,19 @@
-"""Forward pass: this library, dense attention, and the other ways to do the same masked attention, in one run.
+"""Forward pass: this library, dense attention, and other ways to compute the same masked attention, in one run.
 
 Inputs: bfloat16, query, key, value and dt_proj independent normal numbers (torch.manual_seed of a number made from the
 case), A = 0.1, so scores are independent and identically distributed.
 
 Sets. ``table``, the original package's (B1 H2/1 D64): "train" N = 256 ... 32768 with w = 1024, "window" w = 32 ...
-32768 at N = 32768 (and 256 at N = 1024), "infer" one query against 256 ... 524288 keys, w = 1024. ``model``: 16 or 32
-heads over 8, D 64 and 128, N = 4096 ... 1048576, w 1024 and 2048.
+32768 at N = 32768 (and 256 at N = 1024), "infer" one query against 256 ... 524288 keys, w = 1024. ``model``: 16/8 and
+32/8 heads, D 64 and 128, N = 4096 ... 1048576, w 1024 and 2048.
 
 Stages. key_scores; selection (IntervalMask.top_w); attention (mask and key lists prepared); lists+attention (mask
-prepared, its cache emptied before the capture), lists = the difference; total = dynamic_mask_attention from dt_proj and
-A on. One query (infer) selects with keys="global".
+prepared, its cache emptied before the capture); lists = the difference of these two; total = dynamic_mask_attention
+from dt_proj and A. "infer" selects with keys="global".
 
 Peers. cudnn, flash: dense causal scaled_dot_product_attention (more work: all pairs). masked: the same function with
-the dense additive mask; masked+build: with the time to build it by topk. flex: compiled FlexAttention with the same
-interval mask as block mask and the bias as score_mod, block mask given.
+the dense additive mask; masked+build: including the time to build the mask by topk. flex: compiled FlexAttention with
+the same interval mask as block mask (not timed) and the bias as score_mod.
 
 Throughput: effective = dense causal operations / time; needed = operations of the kept pairs / time (4*D per pair).
 
@@ -38,7 +38,7 @@ from cupy_dma.cli.exact_rows import check_rows
 
 
 class OnDevice:
-    """A torch tensor that hands out single slices as NumPy arrays: all that the row check reads."""
+    """A torch tensor whose slices are NumPy arrays, so that the row check copies only what it reads."""
 
     def __init__(self, tensor: Any):
         self.tensor, self.shape = tensor, tuple(tensor.shape)
@@ -79,7 +79,7 @@ class Benchmark(suite.Benchmark):
                           "timing": "difference", "note": ""})
 
     def check(self) -> dict[str, Any]:
-        """Sampled rows against float64; see cupy_dma/cli/exact_rows.py."""
+        """Check sampled rows against float64; see cupy_dma/cli/exact_rows.py."""
         case = self.case
         out, lse = dma.attention(self.query, self.key, self.value, mask=self.mask, bias=self.scores, return_lse=True)
         n = case.query_length

@@ -1,20 +1,21 @@
 """Does a GPU wait for Python inside a training step? Pauses between kernels, eager and compiled into CUDA graphs.
 
-A step is the forward and ``torch.autograd.grad`` of the output, one sequence of 1024 tokens, bfloat16: of the attention
-alone, 16/8 heads, D 128 (``DynamicMaskAttention``), and of the four layers of width 2048 of which it is a part
-(harness/decoder.py, without embedding and loss). w = 512, where keys are selected and listed, and w = 1024, where every
-key is seen. SDPA (cuDNN) in the same place.
+A step is the forward pass and ``torch.autograd.grad`` of the output, for one sequence of 1024 tokens in bfloat16. It
+runs the attention alone (``DynamicMaskAttention``, 16/8 heads, D 128), or four decoder layers of width 2048 around it
+(harness/decoder.py, without embedding and loss). w = 512 selects and lists keys; with w = 1024 every key is visible.
+SDPA (cuDNN) runs in the same place for comparison.
 
 Modes. eager; graphs: ``torch.compile(fullgraph=True, mode="reduce-overhead")``, a CUDA graph for each direction;
 captured: the eager step in one CUDA graph.
 
-``STEPS`` steps are queued under torch's profiler, which lengthens what is short. A pause is the time between the end of
-all kernels so far and the start of the next within a step; a step from first kernel to last. Columns are medians over
-the steps but the first: the longest pause, all pauses, the step; and the longest of all, and between which kernels the
-longest mostly lies. Of the attention alone, the kernels of the last step, too.
+``STEPS`` steps are queued under torch's profiler, which makes short kernels and pauses longer. A pause is the time from
+the end of all earlier kernels to the start of the next, within a step; a step lasts from its first kernel to its last.
+Columns, as medians over all steps but the first: the longest pause, the sum of pauses, the step. Also: the longest
+pause of all steps, and the two kernels between which the longest pause usually lies. For the attention alone, the
+kernels of the last step are listed too.
 
-Check: output and inputs' gradients of a compiled step are those of the eager one within ``NEAR`` of their norm (rounded
-otherwise, scores near the bound select other keys); all gradients are finite.
+Check: a compiled step's output and input gradients are within ``NEAR`` of the eager step's, relative to their norm
+(roundings differ, and scores near the bound then select other keys); all gradients are finite.
 """
 import argparse
 import statistics
@@ -34,7 +35,7 @@ PARTS = ("attention", "layers")
 
 
 def pauses(events: list[tuple[str, float, float]], steps: int) -> dict[str, Any]:
-    """Of the GPU's kernels in ``steps`` steps that are alike, in microseconds; see the module's text."""
+    """Pauses between the GPU's kernels in ``steps`` equal steps, in microseconds; see the module docstring."""
     each, rest = divmod(len(events), steps)
     if rest or not each:
         raise ValueError(f"events must be the same for each of {steps} steps, got {len(events)} of them")
@@ -73,7 +74,7 @@ def captured(run: Callable[[], tuple[Any, ...]]) -> Callable[[], tuple[Any, ...]
 
 
 def steps_of(module: Any, inputs: list[Any], dout: Any) -> dict[str, Callable[[], tuple[Any, ...]]]:
-    """A step in each mode that there is here."""
+    """A step in each mode that runs on this machine."""
     wanted = [*inputs, *module.parameters()]
 
     def step(call: Callable[..., Any]) -> Callable[[], tuple[Any, ...]]:
@@ -94,7 +95,8 @@ def steps_of(module: Any, inputs: list[Any], dout: Any) -> dict[str, Callable[[]
 
 
 def checked(steps: dict[str, Callable[[], Any]], near: int) -> None:
-    """Warms up. Raises if what a step returns is not finite, or its first ``near`` differ from the eager step's."""
+    """Warm a step up. Raises if a result is not finite, or if the first ``near`` results differ from the eager
+    step's."""
     expected: list[Any] = []
     for mode, run in steps.items():
         for _ in range(WARM_UP):
@@ -150,7 +152,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def add_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--length", type=int, default=1024, help="tokens (default: %(default)s)")
-    options.add_argument("--model", choices=decoder.MODELS, default="1.7b", help="whose sizes (default: %(default)s)")
+    options.add_argument("--model", choices=decoder.MODELS, default="1.7b", help="decoder (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:

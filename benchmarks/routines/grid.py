@@ -1,17 +1,17 @@
-"""Forward, and forward and backward, from given scores beside dense attention, over a grid of shapes.
+"""Speed beside dense attention over a grid of shapes: forward, and forward and backward, from given scores.
 
-Grid: bfloat16, 2/1 to 32/8 heads, D 64 and 128, N 256 to 32768, w 64 to N, batch 1, 4 and 16, as far as a batch has at
-most 65536 tokens. Scores are independent, lists are made anew in each call. Ours: dynamic_mask_attention, alone and
-with torch.autograd.grad for query, key, value and scores. Dense: causal scaled_dot_product_attention of the same
-tensors, by cuDNN and by FlashAttention; the faster one counts.
+Grid: bfloat16, 2/1 to 32/8 heads, D 64 and 128, N 256 to 32768, w 64 to N, batch 1, 4 and 16, with at most 65536 tokens
+in a batch. Scores are independent, and every call builds its lists. Ours: dynamic_mask_attention, alone and with
+torch.autograd.grad for query, key, value and scores. Dense: causal scaled_dot_product_attention of the same tensors, by
+cuDNN or FlashAttention, whichever is faster.
 
-Wanted: at least 0.95 times dense attention's speed where it takes more than 150 us; else at most 40 us more, with the
-backward pass 80 us more.
+Goal: where dense attention takes more than 150 us, at least 0.95 times its speed; elsewhere at most 40 us more than
+dense attention, or 80 us more with the backward pass.
 
 Check: gradients of the first batch entry against float64 for sampled queries and keys, as in backward.py; the other
-entries are those of a call with this entry alone.
+entries must equal those of calls with one entry.
 
-Results: ``grid.json`` in the folder of the GPU; those of a part of the grid are only printed.
+Results: ``grid.json`` in the folder of the GPU; results of a part of the grid are only printed.
 """
 import argparse
 import functools
@@ -37,7 +37,7 @@ MORE_MS = {"forward": 0.04, "both": 0.08}
 
 
 class Row(NamedTuple):
-    """A case, in ms."""
+    """Times of one case, in ms."""
 
     name: str
     stage: str  # "forward" or "both"
@@ -102,7 +102,7 @@ def dense_ms(bench: Benchmark) -> dict[str, float]:
 
 
 def measured(chosen: list[Case]) -> tuple[list[Row], list[str]]:
-    """Rows, and the names of the cases that were wrong."""
+    """Measure all cases. Returns the rows, and the names of cases with wrong results."""
     rows: list[Row] = []
     wrong = []
     dense: dict[Any, dict[str, float]] = {}
@@ -122,7 +122,7 @@ def measured(chosen: list[Case]) -> tuple[list[Row], list[str]]:
 
 
 def table(rows: list[Row]) -> str:
-    """What is slower than wanted, the slowest first, and how many are not."""
+    """The cases that miss the goal, slowest first, and the number of those that meet it."""
     lines = []
     for stage in MORE_MS:
         chosen = [row for row in rows if row.stage == stage]

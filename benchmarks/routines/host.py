@@ -1,15 +1,15 @@
 """Host time of a training step of one attention layer, beside scaled_dot_product_attention's in the same process.
 
-Small inputs (B1, 512 tokens, 4 heads over 2, D 64, w = 128, bfloat16), so that the GPU is not what takes the time. Each
-row is a call, or a call and ``torch.autograd.grad`` of its output, queued ``CALLS`` times without waiting; rows take
-turns, and the fastest of ``ROUNDS`` rounds counts, for a shared host has phases in which everything takes half as long
-again. Ratios are to SDPA (flash) with or without gradients.
+Inputs are small (B1, 512 tokens, 4/2 heads, D 64, w = 128, bfloat16), so the host is slower than the GPU. Each row is a
+call, with or without ``torch.autograd.grad`` of its output, queued ``CALLS`` times without waiting. Rows take turns,
+and the fastest of ``ROUNDS`` rounds counts, because a shared host has phases in which everything takes 1.5 times as
+long. Ratios are to SDPA (flash) with or without gradients.
 
 Rows: attention with a prepared interval mask and a key bias; dynamic_mask_attention from given scores; the layer
-``DynamicMaskAttention``; SDPA. Each eagerly and under ``torch.compile`` with its defaults; also compiled, a block of
-projections around SDPA or the layer. Launches and GPU time are those of one step by torch's profiler.
+``DynamicMaskAttention``; SDPA. Each runs eagerly and under ``torch.compile`` with its defaults; a block of projections
+around SDPA or the layer runs compiled. Launches and GPU time of one step come from torch's profiler.
 
-Check: the gradients of every step are finite and not all zero; the layer's output is that of the functions.
+Check: the gradients of every step are finite and not all zero; the layer's output equals that of the functions.
 
 Results: ``host.json`` in the folder of the GPU.
 """
@@ -30,7 +30,7 @@ ROUNDS, CALLS = 20, 30
 
 
 def calls(device: str) -> dict[str, Callable[[], Any]]:
-    """What is measured, by name."""
+    """The measured calls, by name."""
     torch.manual_seed(0)
 
     def normal(heads: int) -> Any:
@@ -111,7 +111,7 @@ def check(found: dict[str, Callable[[], Any]]) -> None:
 
 
 def by_turns(found: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Microseconds a call, of the fastest round."""
+    """Microseconds per call in the fastest round."""
     turns = [{name: measure.host_us(call, CALLS, rounds=1) for name, call in found.items()} for _ in range(rounds)]
     return {name: min(turn[name] for turn in turns) for name in found}
 
@@ -137,7 +137,7 @@ def add_options(options: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    # Which peer: the switch is global, for a context manager around each call would cost as much as the call.
+    # Selects the peer globally, because a context manager around each call would cost as much as the call.
     if measure.on_gpu():
         torch.backends.cuda.enable_cudnn_sdp(False)
         torch.backends.cuda.enable_mem_efficient_sdp(False)

@@ -1,20 +1,20 @@
-"""Interval masks without a known bound: what they cost beside the pairs that they keep.
+"""Interval masks without a known bound: what they cost relative to the pairs that they keep.
 
-Such masks come from gates that a model has learned, from evictions that a cache has recorded, or from a user's own
-arrays (``IntervalMask.from_stop``, ``from_gate``, ``IntervalMask(start, stop)``).
+Such masks come from learned gates, from evictions recorded by a cache, or from a user's arrays
+(``IntervalMask.from_stop``, ``from_gate``, ``IntervalMask(start, stop)``).
 
 Inputs as in backward: 16/8 heads, D 128 and 64; N = 8192, 32768 and 131072; independent scores as bias. Masks: "1/8",
-"1/16": every key for 512 positions, and one in 8 or 16, drawn for each kv head, for ever. "gates 1/2" to "1/16": the
-same from gates, whose logarithms are the bias, from a distance of 512 on. "lognormal": a key's lifetime is lognormal,
-median 256, sigma 1.5. "budgets": the best 256 to 2048 keys, another number for each kv head. "sinks": StreamingLLM, 4
-sinks and a window of 1024, as a cache records them. "H2O": evictions of a cache with room for 1024 keys, see
-``h2o_stops``. "top-w": the best 1024 keys, of which the library knows only starts and stops; "top-w, bound": with its
-bound. "all": every key for ever, "none": no key.
+"1/16": every key is visible for 512 positions, and one in 8 or 16, drawn for each kv head, to the end. "gates 1/2" to
+"1/16": the same from gates, whose logarithms are the bias from a distance of 512 on. "lognormal": a key's lifetime is
+lognormal, median 256, sigma 1.5. "budgets": the best 256 to 2048 keys, with a different number for each kv head.
+"sinks": StreamingLLM, 4 sinks and a window of 1024, as a cache records them. "H2O": evictions of a cache with room for
+1024 keys, see ``h2o_stops``. "top-w": the best 1024 keys, given only as starts and stops; "top-w, bound": the same with
+the bound. "all": every key to the end. "none": no key.
 
-Backward: gradients of query, key, value and bias. "with lists": they are made anew. Forward and backward: attention and
-its gradients, lists made once. Peers. cudnn: dense causal scaled_dot_product_attention. flex: compiled FlexAttention
-with the same mask as block mask, given, and the bias as a score_mod that learns, at 32768, "1/8" and "gates 1/8".
-Allowed: causal pairs over kept pairs, the most that an attention as fast as cuDNN could gain.
+Backward: gradients of query, key, value and bias. "with lists": every call builds its lists. Forward and backward:
+attention and its gradients, lists built once. Peers. cudnn: dense causal scaled_dot_product_attention. flex: compiled
+FlexAttention with the same mask as block mask (not timed) and the bias as a score_mod that learns, at 32768 for "1/8"
+and "gates 1/8". Allowed: causal pairs over kept pairs, the highest speedup possible at cuDNN's time per pair.
 
 Check: sampled gradients, from the forward's output and lse, against float64; see harness/check.py.
 """
@@ -32,7 +32,7 @@ from benchmarks.harness.suite import Case
 from benchmarks.routines import backward
 
 WINDOW = 512
-CLOSED = -20.0  # the logarithm of a gate that is closed
+CLOSED = -20.0  # logarithm of a closed gate
 PATTERNS = ("1/8", "1/16", "lognormal", "top-w", "top-w, bound", "all", "none", "gates 1/8", "gates 1/16",
             "gates 1/2", "budgets", "sinks", "H2O")
 
@@ -50,10 +50,10 @@ def cases(which: str, quick: bool = False) -> list[Case]:
 
 @functools.cache
 def h2o_stops(heads: int, length: int, budget: int) -> Any:
-    """Where the keys of each head stop to be seen, int64 ``(heads, length)``: evictions of H2O (examples/eviction.py)
-    over synthetic attention, 8192 tokens at a time. All queries of a head lean towards one direction, so that some keys
-    are heavy hitters. Each text begins with an empty cache and ends with all its keys, so at most ``budget`` keys are
-    alive at a time; three in four die as soon as they are no longer recent, ``budget / 2`` positions behind."""
+    """Stops of each head's keys, int64 ``(heads, length)``: evictions of H2O (examples/eviction.py) over synthetic
+    attention, in texts of 8192 tokens. All queries of a head lean towards one direction, so some keys are heavy
+    hitters. Each text starts with an empty cache and evicts all its keys at the end, so at most ``budget`` keys are
+    alive at a time. Three in four die as soon as they are no longer recent, ``budget / 2`` positions behind."""
     from examples.eviction import generate, h2o
 
     rng, text, size = np.random.default_rng(0), min(length, 8192), 32
@@ -93,7 +93,7 @@ class Benchmark(backward.Benchmark):
 
     @property
     def share(self) -> float:
-        """Of the keys that are kept for ever."""
+        """The share of keys that are kept forever."""
         return 1 / int(self.case.pattern.partition("/")[2])
 
     def select(self) -> Any:

@@ -1,12 +1,12 @@
-"""A jitted call of cupy_dma.jax: what it costs the host, and a training step of one layer beside torch's.
+"""Host time of a jitted call of cupy_dma.jax, and a training step of one layer beside torch's.
 
-host: dynamic_mask_attention from given scores (B2, 256 tokens, 4/2 heads, D 64, w 50), so small that the host is what
-takes the time: wall time of ``CALLS`` jitted calls that are queued without waiting, by their number, the fastest and
-the median of ``ROUNDS`` rounds; beside it jit of ``query + 1``.
+host: dynamic_mask_attention from given scores (B2, 256 tokens, 4/2 heads, D 64, w 50), so small that the host is slower
+than the GPU. ``CALLS`` jitted calls are queued without waiting; reports wall time per call, the fastest and the median
+of ``ROUNDS`` rounds, beside a jitted ``query + 1``.
 
 step: dynamic_mask_attention from values (B1, 32768 tokens, 16/8 heads, D 128, w 1024) and the gradients of query, key,
-value, dt_proj and A, jitted, and the same in torch, in one process, by turns; wall time of as many queued steps as take
-a tenth of a second or more, the median of ``ROUNDS`` rounds.
+value, dt_proj and A, jitted, alternating with the same step in torch in one process. Enough steps to fill a tenth of a
+second are queued; reports wall time, the median of ``ROUNDS`` rounds.
 
 Check: outputs and gradients of both agree in relative norm within ``NEAR``.
 
@@ -26,7 +26,7 @@ import cupy_dma as dma
 from benchmarks.harness.command import finished, write_record
 from benchmarks.harness.pages import REPORTS
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch is in this process, too
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch shares the GPU in this process
 
 import jax
 import jax.numpy as jnp
@@ -40,14 +40,14 @@ NAMES = ("out", "query", "key", "value", "dt_proj", "A")
 
 
 def host_us(step: Callable[..., Any], arguments: Any) -> dict[str, float]:
-    """Of one call: the fastest and the median round."""
+    """Host microseconds per call: of the fastest and of the median round."""
     jax.block_until_ready(step(*arguments))
     found = []
     for _ in range(ROUNDS):
         begin = time.perf_counter()
         for _ in range(CALLS):
             out = step(*arguments)
-        jax.block_until_ready(out)  # the GPU's part is less than the host's
+        jax.block_until_ready(out)  # the GPU needs less time than the host
         found.append(1e6 * (time.perf_counter() - begin) / CALLS)
     return {"fastest_us": min(found), "median_us": statistics.median(found)}
 
@@ -63,7 +63,8 @@ def host() -> list[dict[str, Any]]:
 
 
 def steps(size: dict[str, int]) -> tuple[dict[str, Callable[[], Any]], dict[str, Callable[[Any], None]]]:
-    """A training step in jax and in torch on the same numbers, each giving ``NAMES``, and how to wait for it."""
+    """A training step in jax and in torch on the same numbers, each returning ``NAMES``, and a function that waits for
+    it."""
     rng = np.random.default_rng(0)
     length, heads, kv_heads, head_dim, window = size.values()
     drawn = [rng.standard_normal((1, length, h, head_dim), np.float32) for h in (heads, kv_heads, kv_heads, heads)]
@@ -107,7 +108,7 @@ def training(size: dict[str, int]) -> list[dict[str, Any]]:
         waits[name](results[name])
         return (time.perf_counter() - begin) / count
 
-    for name in calls:  # kernels are compiled, and plans made
+    for name in calls:  # compile kernels and programs
         seconds(name, 3)
     count = max(1, round(0.1 / seconds("torch", 3)))
     for _ in range(ROUNDS):

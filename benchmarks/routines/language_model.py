@@ -1,22 +1,22 @@
-"""Byte-level language models with a mask that prunes: loss by position, beside full attention and a sliding window.
+"""Byte-level language models with dynamic masks: loss by position, beside full attention and a sliding window.
 
 Text (harness/text.py): the topics of Python's ``help()`` and the sources of the standard library, some 28 MB; a tenth
-of the files is held out. It depends on the version of Python, so rows carry its checksum.
+of the files is held out. The text depends on the version of Python, so each row records its checksum.
 
 Models (harness/small_models.py): 6 layers of width 384, 6/3 heads of 64, MLP of 1536, rotary positions, 10 M
 parameters; bfloat16 autocast. AdamW, weight decay 0.1 (not on the scores' parameters), gradients clipped to 1, a rate
-of 1e-3 that rises for 100 steps and falls to a tenth by a cosine, 1500 steps of 16384 bytes: less than one pass.
-Pieces of the text have a sixteenth, an eighth, a quarter and half of the length for an eighth of the steps each, then
-all of it: at full length from the first step models learn so slowly that the loss rises with the number of keys. The
-three seeds are one stack, trained at once; each sees the same pieces for every kind of attention.
+of 1e-3 with 100 steps of warm-up and a cosine decay to a tenth, 1500 steps of 16384 bytes: less than one pass over the
+text. Pieces have a sixteenth, an eighth, a quarter and half of the length for an eighth of the steps each, then the
+full length: trained at full length from the first step, models learn so slowly that the loss rises with the number of
+keys. The three seeds train at once as one stack; each sees the same pieces for every kind of attention.
 
-Parts. main: 4096 bytes, w = 512, of every kind. windows: w = 256 and 1024. long: 8192 bytes, w = 512. rates: half and
-twice the learning rate. Recent keys and sinks count as part of w.
+Parts. main: 4096 bytes, w = 512, every kind of attention. windows: w = 256 and 1024. long: 8192 bytes, w = 512. rates:
+half and twice the learning rate. w includes recent keys and sinks.
 
-Loss: nats per byte of the beginnings of ``TESTED`` held-out files, in bins of the position. Lives: how long the keys
+Loss: nats per byte over the beginnings of ``TESTED`` held-out files, in bins of the position. Lives: how long the keys
 of the first half of one held-out file stay visible, by layer and kv head, at four times of the training.
 
-Cost: 26 stacks, 75 to 115 s each on an H100 that two processes share. Models are kept in ``--models``, for needle.
+Cost: 26 stacks, 75 to 115 s each on an H100 shared by two processes. Models are kept in ``--models``, for needle.
 """
 import argparse
 from collections.abc import Iterator
@@ -46,7 +46,7 @@ def within(w: int, recent: int = 0, sinks: int = 0, **options: Any) -> Attention
 
 
 def chosen(w: int, **options: Any) -> Attention:
-    """Half of the keys recent and a sink among them, with ten times the learning rate for ``A`` and ``dt_proj``."""
+    """Half of the keys are recent, one is a sink, and ``A`` and ``dt_proj`` learn at ten times the rate."""
     return within(w, w // 2, 1, **options)
 
 
@@ -54,7 +54,7 @@ def grid(part: str, task: Task) -> Iterator[tuple[Task, Attention]]:
     w, fast = task.length // 8, replace(task, scores_rate=10.0)
     if part == "main":
         yield from ((task, Attention("full")), (task, Attention("window", w)))
-        yield from ((task, within(w)), (fast, within(w)))  # the original, and faster
+        yield from ((task, within(w)), (fast, within(w)))  # the original, and a faster rate for the scores
         yield from ((fast, chosen(w)), (task, chosen(w)), (fast, chosen(w, form="linear")))
         yield from ((one, chosen(w, form="linear", start=1.0, fixed=True)) for one in (task, fast))
         yield from ((task, chosen(w, start=0.5, drawn=True)), (fast, within(w, 3 * w // 4, 1)))

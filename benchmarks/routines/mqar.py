@@ -1,32 +1,31 @@
-"""Multi-query associative recall: can a model learn which keys to keep, and what if it may keep too few?
+"""Multi-query associative recall: can a model learn which keys to keep, and what happens if it may keep too few?
 
 Task (harness/recall.py): pairs of a key and a value among random fillers in the first half of a sequence, every key
-once more in the second half; the model names its value. Keeping the row of each value, and it alone, takes as many
-keys as there are pairs.
+once more in the second half; the model names its value. Keeping only the row of each value needs one key per pair.
 
-Models (harness/small_models.py): 2 layers of one head without MLP or positions, a causal convolution of 3 tokens ahead
-of query, key and value, as in the zoology papers; bfloat16 autocast, float32 parameters. All ``RATES`` and ``SEEDS``
-are one stack, trained at once; the models of a seed begin with the same numbers and see the same sequences, drawn anew
-in every step. AdamW without weight decay, gradients clipped to 1, the rate rises for ``WARM_UP`` steps and falls to 0
-by a cosine. A step has 32768 tokens for each model. Sequences grow: an eighth, a quarter and a half of the length and
-of the pairs, for a sixth of the steps each, then all of them; ``w`` stays. (At full length from the first step models
-hardly leave the plateau of naming any value; two stacks of the parts small and starts show that.)
+Models (harness/small_models.py): 2 layers of one head without MLP or positions, a causal convolution of 3 tokens before
+query, key and value, as in the zoology papers; bfloat16 autocast, float32 parameters. All ``RATES`` and ``SEEDS`` train
+at once as one stack. Models of one seed start with the same numbers and see the same sequences, drawn anew in every
+step. AdamW without weight decay, gradients clipped to 1, ``WARM_UP`` steps of warm-up and a cosine decay to 0. Each
+model sees 32768 tokens per step. Sequences grow: an eighth, a quarter and half of the length and of the pairs, for a
+sixth of the steps each, then all; ``w`` stays. (At full length from the first step models hardly get beyond naming some
+random value; two stacks of the parts small and starts show that.)
 
-Parts. main: length 1024, 64 pairs, width 64; w from a quarter of the pairs to twice as many; every kind of attention,
-dynamic masks as the original has them (A = 0 at first), with ten times the learning rate for ``A`` and ``dt_proj``
-(``chosen``), with A = 1 all the time at that rate (``held``) or, in the linear form, at the usual one (``steady``).
-starts: 64 keys; how A begins, whether it is trained, its rate, recent keys and sinks among the keys. small: the same
-with 16 keys for 8 pairs in 64 tokens. lengths: 512 to 4096 tokens with 32 to 256 pairs, as many keys. widths: 128 and
-256. frozen: scores that stay as they are once the sequences have grown, at all lengths.
+Parts. main: length 1024, 64 pairs, width 64; w from a quarter of the pairs to twice as many; every kind of attention.
+Dynamic masks train as in the original (A = 0 at first), with ten times the learning rate for ``A`` and ``dt_proj``
+(``chosen``), with A fixed at 1 and that rate (``held``), or, in the linear form, with the usual rate (``steady``).
+starts: 64 keys; varies the initial A, whether it is trained, its rate, recent keys and sinks. small: the same with 16
+keys for 8 pairs in 64 tokens. lengths: 512 to 4096 tokens with 32 to 256 pairs and as many keys. widths: 128 and 256.
+frozen: scores stop training once the sequences have reached full length, at all lengths.
 
-Accuracy: right answers to all questions of ``TESTED`` fresh sequences, the same for all models of a seed. A model
-counts with the best of its checks (every 100 steps), as in the zoology papers, whose training ends when a model knows
-the answers; the same sequences choose and report, so it is a little too good. Beside it stands what is left at the
-end: a selection can be lost again. A stack ends early when some rate has ``ENOUGH`` for every seed. Tables show the
-rate that is best on average, mean and range of the seeds. ``kept``: the share of questions whose pair is still visible
-at the end, for each layer.
+Accuracy: right answers to all questions of ``TESTED`` fresh sequences, the same for all models of a seed. A model's
+accuracy is the best of its checks (every 100 steps), as in the zoology papers, which stop training once a model knows
+the answers. The sequences that choose this check also measure it, so the number is slightly too high. The accuracy at
+the end is shown too, because a model can lose a selection again. A stack ends early when some rate has ``ENOUGH`` for
+every seed. Tables show the rate with the best average, as mean and range of the seeds. ``kept``: the share of questions
+whose pair is still visible at the end, for each layer.
 
-Cost: 114 stacks, 8 to 120 s each on an H100 that two processes share.
+Cost: 114 stacks, 8 to 120 s each on an H100 shared by two processes.
 """
 import argparse
 import itertools
@@ -61,10 +60,10 @@ class Task:
     tokens: int = 32768  # of a step, for each model
     steps: int = 2000
     grow: bool = True  # an eighth of the length and of the pairs at first, all of them after half the steps
-    frozen: bool = False  # A and dt_proj are not trained any more after half the steps
+    frozen: bool = False  # stop training A and dt_proj after half the steps
 
     def at(self, step: int) -> tuple[int, int]:
-        """Length and pairs of a step of training."""
+        """Length and number of pairs in a training step."""
         less = 2**max(0, 3 - 6 * step // self.steps) if self.grow else 1
         less = min(less, self.pairs)
         return self.length // less, self.pairs // less
@@ -75,7 +74,7 @@ TINY = Task(length=32, pairs=4, width=16, names=16, tokens=64, steps=4)
 
 
 def grid(part: str, task: Task) -> Iterator[tuple[Task, Attention, float]]:
-    """What a part trains: a task, an attention, and how many times the learning rate ``A`` and ``dt_proj`` have."""
+    """What a part trains: tasks, kinds of attention, and the factor of the learning rate for ``A`` and ``dt_proj``."""
     def chosen(w: int, kind: str = "dynamic", **options: Any) -> tuple[Attention, float]:
         return Attention(kind, w, **options), 10.0
 
@@ -90,7 +89,7 @@ def grid(part: str, task: Task) -> Iterator[tuple[Task, Attention, float]]:
     if part == "main":
         found += [(Attention("full"), 1.0), held(0, "bias")]
         for keys in (w // 4, w // 2, w, 2 * w):
-            found += [(Attention(kind, keys), 1.0) for kind in ("window", "random", "dynamic")]  # last, the original
+            found += [(Attention(kind, keys), 1.0) for kind in ("window", "random", "dynamic")]  # original last
             found += [(Attention("dynamic", keys, form="linear"), 1.0), (Attention("selection", keys, start=1.0), 1.0),
                       chosen(keys), chosen(keys, form="linear"), held(keys), held(keys, "global"), steady(keys)]
     elif part in ("small", "starts"):
@@ -124,13 +123,14 @@ def grid(part: str, task: Task) -> Iterator[tuple[Task, Attention, float]]:
 
 
 def settings(task: Task, how: Attention, scores_rate: float) -> list[dict[str, Any]]:
-    """Of each model of a stack."""
+    """Settings of each model of a stack."""
     return [{**asdict(task), **asdict(how), "scores_rate": scores_rate, "rate": rate, "seed": seed}
             for rate, seed in itertools.product(RATES, SEEDS)]
 
 
 def visible(models: Models, batch: Batch) -> list[Any]:
-    """For each layer ``(M,)``: the share of questions that see the row of their answer's value, in some head."""
+    """For each layer, ``(M,)``: the share of questions that see, in some head, the row of the value that answers
+    them."""
     found = []
     for layer in models.layers:
         if layer.mask is None:
@@ -153,10 +153,10 @@ def train(task: Task, how: Attention, scores_rate: float, device: str, compiled:
     """Train a stack; the rows of its models."""
     measure.free_memory()
     own = settings(task, how, scores_rate)
-    recall = Recall(task.length, task.pairs, task.names)  # that is tested
+    recall = Recall(task.length, task.pairs, task.names)  # for testing
     sizes = Sizes(recall.vocabulary, task.layers, task.width, 1, 1, conv=3, rope=None)
     models = Models([one["seed"] for one in own], sizes, how, device, compiled)
-    torch.manual_seed(0)  # of the random kind
+    torch.manual_seed(0)  # for random scores
     rates = torch.tensor([one["rate"] for one in own], device=device)
     optimizer = Adam(models, rates, torch.full_like(rates, scores_rate))
 
@@ -172,7 +172,7 @@ def train(task: Task, how: Attention, scores_rate: float, device: str, compiled:
     @torch.no_grad()
     def accuracy() -> torch.Tensor:
         found = []
-        for part in zip(*(x.split(count, 1) for x in test)):  # as many at a time as in training
+        for part in zip(*(x.split(count, 1) for x in test)):  # batches as large as in training
             with autocast(device):
                 found.append(answered(models, Batch(*part)).argmax(-1) == part[2])
         return torch.cat(found, 1).float().mean((1, 2))

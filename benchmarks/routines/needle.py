@@ -1,21 +1,21 @@
 """A needle in a long text: is it found, and if not, was its key dropped from the mask or only not read?
 
-A needle is a line ``# the code of wkzr is 40722`` at a depth of 0 to 1 of a context of 1 to 8 times the length of
-training, held-out text otherwise; the context ends with ``# the code of wkzr is``. Found: the five digits that follow
-are each the most probable byte. By chance that happens once in 100 000 times.
+A needle is a line ``# the code of wkzr is 40722`` at a depth of 0 to 1 of held-out text, whose length is 1 to 8 times
+that of training. The text ends with ``# the code of wkzr is``. The needle is found if each of the next five digits is
+the most probable byte; by chance that happens once in 100 000 times.
 
-Survived: in some head of some layer all five digits of the needle are keys that the question sees, read off the masks
-of that pass. A needle that did not survive cannot be found; one that survived and is not found was not read.
+It survives if all five digits are visible to the question in some head of some layer; the masks of the same pass show
+this. A needle that did not survive cannot be found; one that survived and was not found was not read.
 
 Models: those of language_model.py, part main (full attention, window, the original's defaults, and ten times the
-learning rate for the scores, with and without recent keys). text: as they are there, trained on text alone; they are
-taken from ``--models``, or trained if they are not there. trained: the same with needles in every piece (an eighth of
-its 32-byte slots holds one, another eighth repeats them), whose codes weigh as much in the loss as all other bytes.
+learning rate for the scores, with and without recent keys). text: trained on text alone, loaded from ``--models`` or
+trained if missing. trained: the same with needles in every piece of text (an eighth of its 32-byte slots holds one,
+another eighth repeats them); the loss gives their codes the same weight as all other bytes together.
 
-A row has ``COUNT`` needles of one seed for each context and depth. Rotary positions beyond the length of training are
-new to all models alike: full attention shows what that alone costs.
+A row has ``COUNT`` needles of one seed for each length and depth. Rotary positions beyond the length of training are
+new to all models; full attention shows the effect of that alone.
 
-Cost: 10 stacks, of which 5 are trained here, as long as those of language_model.py; 10 s for testing on an H100.
+Cost: 10 stacks, of which this routine trains 5, as long as those of language_model.py; 10 s for testing on an H100.
 Results: ``benchmarks/results/evidence/needle.json`` and ``needle.png``, written after every stack.
 """
 import argparse
@@ -52,11 +52,11 @@ def settings(task: Task, how: Attention) -> list[dict[str, Any]]:
 
 
 def contexts(source: Text, length: int, depth: float, seed: int, count: int = COUNT) -> tuple[Tensor, int, int]:
-    """``count`` contexts ``(count, length)`` that end before the second code, where the first code stands, and its
-    bytes' number; the code is what follows: contexts are ``length + 5`` long."""
+    """``count`` contexts ``(count, length + 5)``, whose last 5 bytes are the second code, the answer; the position of
+    the first code; and the size of a code in bytes."""
     generator = torch.Generator().manual_seed(seed)
     said = text.lines((count,), generator)
-    end = text.CODE.start  # bytes of the line ahead of the code
+    end = text.CODE.start  # bytes of the line before the code
     size = text.CODE.stop - end
     hay = text.pieces(torch.cat(source.held_out), length + size, count, generator)
     first = round(depth * (length - end - text.SLOT))
@@ -66,14 +66,14 @@ def contexts(source: Text, length: int, depth: float, seed: int, count: int = CO
 
 
 def survival(models: Models, where: int, size: int, position: int, batch: int) -> list[Any]:
-    """For each layer with a mask bool ``(batch, Hkv)``: all keys ``where`` to ``where + size`` are visible at
+    """For each layer with a mask, bool ``(batch, Hkv)``: whether all keys ``where`` to ``where + size`` are visible at
     ``position``."""
     return [(language.kept_until(layer.mask, batch)[..., where:where + size] > position).all(-1)
             for layer in models.layers if layer.mask is not None]
 
 
 def tested(models: Models, source: Text, length: int, depth: float, device: str) -> list[dict[str, Any]]:
-    """Of each model: found, survived, both, of ``COUNT`` needles; and how many survived by layer and head."""
+    """For each model: how many of ``COUNT`` needles were found, survived, and both; and survivors by layer and head."""
     count = len(models.seeds)
     hay, where, size = contexts(source, length, depth, seed=length + round(1000 * depth))
     right, kept = [], []

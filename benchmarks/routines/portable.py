@@ -1,16 +1,16 @@
 """The portable kernels beside FlashAttention-2, on one Hopper GPU with the occupancy of other cards.
 
-Most GPUs run the portable kernels (kernels/sm80), as they run FlashAttention-2, which torch's flash backend is on a
-Hopper GPU too. Here both run on one: the library without its Hopper kernels (``Overrides``), and FlashAttention as it
-chooses its tiles on this card.
+Most GPUs run the portable kernels (kernels/sm80). This routine compares them with FlashAttention-2, torch's flash
+backend, on a Hopper GPU: the library without its Hopper kernels (``Overrides``), and FlashAttention with the tiles that
+it chooses for this card.
 
-Rows. "own": with this card's 227 KiB of shared memory. "A100": 163 KiB; "RTX": 99 KiB, as consumer cards of
-compute capability 8.6, 8.9 and 12.0. Tiles are those of that card, and launches ask for so much shared memory that no
-more blocks share an SM than there. It is an H100 all the same: its clocks, tensor cores and memory, so times show
-what occupancy costs, not how fast those cards are.
+Rows. "own": with this card's 227 KiB of shared memory. "A100": 163 KiB. "RTX": 99 KiB, as consumer cards of compute
+capability 8.6, 8.9 and 12.0. Each row uses that card's tiles, and launches request enough shared memory that no more
+blocks fit on an SM than on that card. Clocks, tensor cores and memory remain the H100's, so times show the effect of
+occupancy, not the speed of those cards.
 
 Inputs, as in backward.py: bfloat16, 16/8 heads, D 64 and 128; causal attention of 4096 to 16384 tokens without a bias,
-and the best 1024 keys of 8192 and 32768 tokens by scores that are the bias, lists at hand. Gradients are those of
+and the best 1024 keys of 8192 and 32768 tokens, with the scores as bias and lists prepared. Gradients are those of
 query, key, value and bias. Timing, L2 policy, medians: see measure.py.
 
 Check: sampled gradients of each card's kernels, from the output and lse of that card's forward, against float64; see

@@ -1,22 +1,22 @@
-"""A retrofitted model beside full attention: a training step, prefill, decoding, and their memory.
+"""A retrofitted model beside full attention: time and memory of a training step, prefill and decoding.
 
-Model: of the shape of SmolLM2-135M (30 layers, 9/3 heads of 64, width 576, MLP of 1536, vocabulary 49152), bfloat16,
-random weights; positions beyond 8192 cost the same, so lengths beyond the model's context are for speed only. Tokens
-are random. Gates are linear and keep, beyond ``RECENT`` keys, one older key in ``length / 2 / (ROWS - RECENT)``, as
-gates that were trained for ``ROWS`` rows: their biases are set to that quantile of what the random model makes.
+Model: the shape of SmolLM2-135M (30 layers, 9/3 heads of 64, width 576, MLP of 1536, vocabulary 49152), bfloat16,
+random weights and tokens. Lengths beyond the model's context of 8192 show speed only; positions there cost the same.
+Gates are linear. Beyond the ``RECENT`` newest keys they keep one older key in ``length / 2 / (ROWS - RECENT)``, as if
+trained for ``ROWS`` rows: each bias is that quantile of the random model's gate logits.
 
     step      forward, loss, backward and AdamW (fused) of all parameters, one sequence, no activation checkpointing
     prefill   a forward pass, logits of the last tokens alone, no cache
-    decode    a token after a history; ours on a ``GatedCache`` with a capacity, ``ROWS`` rows a kv head, as eager calls
-              and as a CUDA graph; full attention on transformers' cache, eager, filled with random rows
+    decode    a token after a history; ours on a bounded ``GatedCache``, ``ROWS`` rows per kv head, as eager
+              calls and as a CUDA graph; full attention on transformers' cache, eager, filled with random rows
 
-Peers: ``sdpa``, torch's choice; ``flash``, its FlashAttention-2; ``window``, ours with the same rows; ``gates, open``,
-which is how training begins; ``compiled``: every layer with ``torch.compile``. Timing: ``WARM_UP`` calls, then up to
-``--repeats``, queued without waiting, CUDA events between them, the median; of decode ``STEPS`` tokens a call. Peak
-memory: of the measured calls less what was allocated before (model, optimizer, cache).
+Peers: ``sdpa``, torch's choice; ``flash``, its FlashAttention-2; ``window``, ours with as many rows; ``gates, open``,
+how training begins; ``compiled``: every layer with ``torch.compile``. Timing: after ``WARM_UP`` calls, up to
+``--repeats`` calls are queued without waiting, with CUDA events between them; the median counts. A call of decode has
+``STEPS`` tokens. Peak memory: that of the measured calls less what was allocated before (model, optimizer, cache).
 
-Check: with all gates open the hidden states of a text are sdpa's, to ``NEAR`` of their norm; gates keep the share that
-they were set to, to a tenth; the graph decodes the tokens of the eager calls.
+Check: with all gates open, hidden states of a text are sdpa's within ``NEAR``, relative to their norm; gates keep their
+intended share within a tenth; the graph decodes the same tokens as eager calls.
 """
 import argparse
 import copy
@@ -132,10 +132,10 @@ class Bench:
 
 
 def share_out(model: Any, ids: Tensor, share: float) -> None:
-    """Let each gate keep this share of the tokens: a random direction, and the quantile of its logits as bias."""
+    """Let each gate keep this share of the tokens: random weights, and a quantile of the logits as bias."""
     def before(gate: Any, given: tuple[Tensor, ...]) -> None:
         with torch.no_grad():
-            gate.proj.weight.normal_(std=1.0)  # wide: hardly a gate is half open
+            gate.proj.weight.normal_(std=1.0)  # large weights: hardly any gate is half open
             gate.proj.bias.zero_()
             x = torch.nn.functional.rms_norm(given[0].float(), given[0].shape[-1:], eps=1e-6)
             logits = gate.proj(x).flatten(0, 1)[-2**17:]
@@ -227,7 +227,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def same_tokens(rows: list[Row]) -> bool:
-    """Whether graphs decode the tokens of eager calls, as far as both go."""
+    """Whether graphs decode the same tokens as eager calls, as far as both have run."""
     by: dict[tuple[Any, ...], dict[str, list[int]]] = {}
     for row in rows:
         if "tokens" in row:

@@ -2,24 +2,24 @@
 
 Models (harness/decoder.py), bfloat16 with a fused AdamW of the same type, weight decay 0.1. 80m: the shape of the
 original paper's model, 12 layers of width 768, 6/3 heads, D 128, w = 1024, MLP of 1536, vocabulary 32768, rate 3e-4.
-1.7b: 4 layers of a model of that size, width 2048, 16/8 heads, D 128, w = 1024, MLP of 6144, rate 5e-5, for without a
-warm-up it diverges at 3e-4, dense attention too. A = 0.1 at first, so the selection goes by scores. Tokens are drawn
-anew in every step, the r-th 1/r times as often as the first, the same for all peers.
+1.7b: 4 layers of a 1.7B model, width 2048, 16/8 heads, D 128, w = 1024, MLP of 6144, rate 5e-5 (at 3e-4 without warm-up
+it diverges, with dense attention too). A starts at 0.1, so scores differ. Every step draws new tokens, the r-th 1/r
+times as often as the first, the same for all peers.
 
-Peers. dma: cupy_dma. sdpa: causal scaled_dot_product_attention over all keys (more work), by cuDNN where it gives
-gradients. flex: the same selection, the block mask built in every step, compiled FlexAttention. none: query + key +
-value in place of attention. The model around them is the same, and shared parameters begin with the same values.
+Peers. dma: cupy_dma. sdpa: causal scaled_dot_product_attention over all keys (more work), by cuDNN where it provides
+gradients. flex: the same selection with compiled FlexAttention; every step builds the block mask. none: query + key +
+value in place of attention. The rest of the model is the same, and shared parameters start with the same values.
 
-Modes. eager; compile: each layer and the loss in one graph each (flex: its core apart); checkpoint and
+Modes. eager; compile: each layer and the loss in one graph each (flex compiles its core separately); checkpoint and
 compile+checkpoint: with each layer recomputed in the backward pass. The logits are always recomputed.
 
 A step has at least ``--tokens`` tokens in sequences of one length. ``WARM_UP`` steps compile the kernels, then
-``--steps`` are queued without waiting, with CUDA events between them; the median counts. Peak memory is all of it,
-model and optimizer too. Share of attention: 1 - t(none) / t(peer), in the same mode.
+``--steps`` steps are queued without waiting, with CUDA events between them; the median counts. Peak memory includes
+model and optimizer. Share of attention: 1 - t(none) / t(peer), in the same mode.
 
-Check: the losses of all steps are finite and at most ``NEAR`` nats from the median of the rows, in all modes, that
-compute the same: dma and flex do. A row that fails has no numbers in the table, and the run fails unless it is one of
-flex. ``--add`` keeps the recorded rows, of the same device, versions and commit, that this run does not measure.
+Check: all losses are finite, and each is at most ``NEAR`` nats from the median of the rows, in any mode, that compute
+the same attention; dma and flex do. The table shows no numbers of a failed row, and the run fails unless that row is
+flex's. ``--add`` keeps recorded rows that this run does not measure, if device, versions and commit are the same.
 """
 import argparse
 import gc
@@ -72,12 +72,12 @@ def row_of(sizes: Sizes, peer: str, mode: str, *rest: Any) -> dict[str, Any]:
     try:
         return trained(sizes, peer, mode, *rest)
     except Exception as error:  # a peer that cannot run is a result too
-        note = why_not(error)  # what the frames of the error hold is free from here on
+        note = why_not(error)  # releases what the frames of the error hold
     return {"ms": None, "note": note}
 
 
 def check(rows: list[dict[str, Any]], known: list[dict[str, Any]]) -> bool:
-    """Mark the rows whose losses are wrong beside the ``known`` ones of the same model and length; whether all but
+    """Mark rows whose losses differ from the ``known`` rows of the same model and length. Returns whether all rows but
     flex's are right."""
     for row in rows:
         if row["ms"] is None:
@@ -97,7 +97,7 @@ def like(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def add_shares(rows: list[dict[str, Any]]) -> None:
-    """How much of the step attention takes."""
+    """Add the share of attention in the step."""
     rest = {row["mode"]: row["ms"] for row in rows if row["peer"] == "none"}
     for row in rows:
         without = rest.get(row["mode"])
@@ -110,7 +110,7 @@ def key(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def recorded(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The rows to which those of this run are added: recorded on the same device, with the same versions and commit."""
+    """Recorded rows to which this run adds its own: those of the same device, versions and commit."""
     path = output(args.out) / "training.json"
     if not (args.add and path.exists()):
         return []
@@ -163,12 +163,12 @@ def run(args: argparse.Namespace) -> int:
 def add_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--models", type=listed(tuple(decoder.MODELS)), default=["80m", "1.7b"])
     options.add_argument("--lengths", type=listed(None, int), default=list(LENGTHS), help="multiples of 128")
-    options.add_argument("--peers", type=listed(PEERS), default=list(PEERS), help="with none for shares of attention")
+    options.add_argument("--peers", type=listed(PEERS), default=list(PEERS), help="shares need the peer none")
     options.add_argument("--modes", type=listed(MODES), default=list(MODES))
     options.add_argument("--quick", action="store_true",
                          help="the small model, eager and with checkpointing, 3 steps, without flex")
     options.add_argument("--steps", type=int, default=5, help="measured steps (default: 5)")
-    options.add_argument("--tokens", type=int, default=65536, help="of a step, where one sequence has fewer")
-    options.add_argument("--seconds", type=float, default=3600, help="after this time nothing more is started")
+    options.add_argument("--tokens", type=int, default=65536, help="at least this many tokens a step")
+    options.add_argument("--seconds", type=float, default=3600, help="start nothing after this time")
     options.add_argument("--device", default="cuda")
     options.add_argument("--add", action="store_true", help="keep recorded rows that this run does not measure")

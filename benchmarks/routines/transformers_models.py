@@ -1,22 +1,22 @@
 """A Doge model of transformers with ``attn_implementation="cupy_dma"``, beside its own eager and sdpa attention.
 
 Model: 8 layers of width 1024, 8/4 heads of 128, w = 1024, MLP of 2048, vocabulary 32768, bfloat16, random weights, A
-drawn with a deviation of 0.3, so the selection goes by scores. Tokens are random permutations of the vocabulary, so
-hardly any repeat: repeated tokens tie in layer 0, and eager breaks ties arbitrarily.
+drawn with a deviation of 0.3, so scores differ. Tokens are random permutations of the vocabulary, so hardly any repeat:
+repeated tokens tie in layer 0, and eager breaks ties arbitrarily.
 
-prefill: a forward pass of one sequence as ``generate`` makes it, logits of the last token alone. train: forward, loss,
+prefill: a forward pass of one sequence as ``generate`` runs it, logits of the last token alone. train: forward, loss,
 backward and AdamW (fused), with activation checkpointing for all peers (without it the masks of 8 layers do not fit).
-decode: the time of a new token after a history: eager forward passes, and a CUDA graph of one (``DecodingStep``), on a
-``DynamicMaskCache``; sdpa on transformers' full cache.
+decode: time of a new token after a history, as eager forward passes and as a CUDA graph of one pass (``DecodingStep``)
+on a ``DynamicMaskCache``; sdpa uses transformers' full cache.
 
-Timing: ``WARM_UP`` calls, then ``--repeats`` queued without waiting, CUDA events between them, the median; of decode
-``STEPS`` tokens a call. Peak memory: ``torch.cuda.max_memory_allocated`` of the measured calls less what was allocated
-before (model, optimizer, cache and input).
+Timing: after ``WARM_UP`` calls, ``--repeats`` calls are queued without waiting, with CUDA events between them; the
+median counts. A call of decode has ``STEPS`` tokens. Peak memory: ``torch.cuda.max_memory_allocated`` of the measured
+calls less what was allocated before (model, optimizer, cache and input).
 
-Check: prefill's final hidden states of the last 256 tokens against the float32 model with cupy_dma: their distance,
-relative to the truth, is at most 0.1, and at most eager's where that fits. train: the losses agree with eager's, which
-has to run, within 0.05. sdpa is not a reference: on the GPUs tried it gives other hidden states than eager with the
-same weights, which the rows show; on a CPU the two agree. decode: the graph's tokens are those of the eager passes.
+Check: prefill: the final hidden states of the last 256 tokens are compared with those of the float32 model with
+cupy_dma; their relative distance is at most 0.1, and at most eager's where eager fits. train: losses agree with eager's
+within 0.05, so eager has to run. decode: the graph's tokens equal those of the eager passes. sdpa is not a reference:
+on the GPUs tried its hidden states differ from eager's with the same weights, as the rows show; on a CPU they agree.
 """
 import argparse
 import copy
@@ -44,7 +44,7 @@ SIZES: dict[str, dict[str, int]] = {
 
 
 class Doge:
-    """The model, and what is measured of it."""
+    """The model and its measurements."""
 
     def __init__(self, size: str, device: str):
         import transformers
@@ -140,7 +140,7 @@ def check(rows: list[dict[str, Any]]) -> bool:
     """Whether the rows of one part and length are right; each says so."""
     by = {row["peer"]: row for row in rows if row["ms"] is not None}
     if "cupy_dma" not in by or any(row["ms"] is None for row in rows if row["peer"].startswith("cupy_dma")):
-        return False  # also where the graph has failed, which is the other half of the check of decode
+        return False  # a failed graph fails too: the check of decode needs both
     ours, part = by["cupy_dma"], rows[0]["part"]
     if part == "prefill":
         ours["ok"] = ours["error"] <= min(0.1, by["eager"]["error"] + 2**-8 if "eager" in by else 0.1)

@@ -1,19 +1,20 @@
-"""What the tiles of the Hopper forward cost, and whether the tile scheduler takes the fastest way by that.
+"""What tiles of the Hopper forward cost, and whether the tile scheduler picks the fastest schedule from these costs.
 
-Costs. For every kind of keys of ``sm90_tiles.TILES``, head dim and tile in use, and a few numbers of keys: microseconds
-of a wave, one tile on each SM, which is a third of what four waves take more than one; what a launch takes beside it;
-the same of a wave of tiles that are cut into slices of 64 or into halves of 64 and 128 rows, of one of short tiles, and
-of tiles that are split along their keys, with the combination of the splits. One kv head with two query heads. To
-what splits take beside a wave of so many keys three numbers are fitted: in any case, for each CTA, for each split.
+Costs, for every kind of keys in ``sm90_tiles.TILES``, every head dim and tile in use, and a few numbers of keys:
+microseconds per wave of one tile on each SM (a third of the difference between four waves and one), and the fixed time
+of a launch. Also measured are waves of tiles cut into slices of 64 rows or into halves of 64 and 128 rows, waves of
+short tiles, and tiles split along their keys, including the combination of the splits. All have one kv head with two
+query heads. Three numbers are fitted to the extra time of splits: a constant, one per CTA and one per split.
 
-Choices. Calls in every way that the scheduler may take (``sm90_schedule.candidates`` of each tile), beside the one it
-takes. An output that differs from the first way's by more than two roundings of the largest element is marked WRONG,
-and the exit status is 1.
+Choices: each call runs with every schedule that the scheduler may choose (``sm90_schedule.candidates`` of each tile),
+beside the one it does choose. An output that differs from the first schedule's by more than two roundings of the
+largest element is marked WRONG, and the exit status is 1.
 
-Inputs: bfloat16, batch 1, independent normal elements; intervals: top-w masks of independent scores, which are the
-bias; bits: a dense bias without a mask, for with one there is one way; softcaps of 30. Lists of intervals are prepared.
+Inputs: bfloat16, batch 1, independent normal elements. intervals: top-w masks of independent scores, which are the
+bias, with prepared lists. bits: a dense bias without a mask, because calls with a dense mask have only one schedule.
+Softcaps are 30.
 
-``schedule.json`` is recorded for all kinds and head dims only. ``--write`` puts the costs into the library's
+``schedule.json`` is recorded only if all kinds and head dims ran. ``--write`` puts the costs into the library's
 ``sm90_costs.json``.
 """
 import argparse
@@ -44,12 +45,12 @@ TILE_HEADS = 2
 KEYS = {"short intervals": (32, 128, 192), "intervals": (256, 1024, 4096), "contiguous": (256, 2048, 8192),
         "bits": (256, 2048, 4096)}
 SPLITS = ((1, 8), (1, 16), (1, 32), (1, 64), (1, 96), (4, 8), (4, 32), (16, 2), (16, 4), (16, 8), (33, 2), (33, 4),
-          (66, 2))  # tiles, and of each
-MANY_KEYS = 32768  # of splits alone
+          (66, 2))  # tiles, splits of each
+MANY_KEYS = 32768  # measured only with splits
 
 
 def prepared(case: Case) -> Callable[[], Any]:
-    """Its call."""
+    """The call of a case."""
     if case.kind != "bits":
         return calls(case)
     bias = torch.randn(1, 1, case.queries or case.length, case.length, device="cuda", dtype=torch.bfloat16)
@@ -65,7 +66,8 @@ def keys_of(kind: str) -> tuple[int, ...]:
 
 
 def choices(kinds: list[str], head_dims: list[int]) -> list[Case]:
-    """Calls of every kind and head dim that have several ways; some of the usual ones' only."""
+    """Calls with several possible schedules, for every kind and head dim; less common ones get a quarter of the
+    cases."""
     found: list[Case] = []
     for kind in kinds:
         for d in head_dims:
@@ -93,13 +95,13 @@ def choices(kinds: list[str], head_dims: list[int]) -> list[Case]:
 
 @contextlib.contextmanager
 def forced(tile: HopperTile, work: Schedule) -> Iterator[None]:
-    """Calls have this tile and this schedule."""
+    """Inside the context, calls use this tile and this schedule."""
     with fresh(tile=tile, schedule=work, hopper=True):
         yield
 
 
 def schedule_key(call: Callable[[], Any]) -> tuple[ScheduleKey, HopperTile, Schedule]:
-    """Of a call, with what it takes."""
+    """The schedule key of a call, and the tile and schedule that it uses."""
     found: list[Any] = []
 
     def best_schedule(facts: ScheduleKey, tile: HopperTile, num_sms: int) -> Schedule:
@@ -139,7 +141,7 @@ def compile_all(found: list[jit.Config]) -> None:
 # ---- costs ----------------------------------------------------------------------------------------------------------
 def of_tiles(kind: str, head_dim: int, tile: HopperTile, tiles: int, keys: int, work: dict[str, int] | None = None,
              short: bool = False) -> float:
-    """Microseconds of a call of so many tiles, each with so many keys and those that enter within it."""
+    """Microseconds of a call of ``tiles`` tiles, each with ``keys`` keys plus those that enter within the tile."""
     queries = tiles * (128 if short else tile.block_m) // TILE_HEADS
     length = queries + 4 * keys if kind in WINDOWS else keys
     call = prepared(Case(kind, head_dim, TILE_HEADS, 1, length, keys if kind in WINDOWS else 0, queries=queries))
@@ -152,7 +154,7 @@ def of_tiles(kind: str, head_dim: int, tile: HopperTile, tiles: int, keys: int, 
 
 
 def costs(kind: str, head_dim: int, tile: HopperTile) -> dict[str, Any]:
-    """Of the waves of a tile, by the keys of its list."""
+    """Costs of waves and splits of a tile, by the number of keys in its list."""
     sms = num_sms()
     found: dict[str, Any] = {"kind": kind, "head_dim": head_dim, "tile": list(tile), "waves": [], "splits": []}
     for keys in keys_of(kind):
@@ -177,7 +179,7 @@ def costs(kind: str, head_dim: int, tile: HopperTile) -> dict[str, Any]:
 
 
 def fitted(tile: dict[str, Any]) -> dict[str, Any]:
-    """Those of the library's data file. Relative errors of the splits count."""
+    """Costs in the form of the library's data file, with splits fitted by relative error."""
     waves = [{name: round(x, 2) for name, x in wave.items()} for wave in tile["waves"]]
     alone = sm90_costs.Costs({**tile, "splits": [0, 0, 0]})
     rows = [(1 / row["us"], 1, row["tiles"] * row["count"], row["count"], row["us"] - alone.wave("launch", row["keys"])
@@ -188,7 +190,7 @@ def fitted(tile: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_costs(about: dict[str, str], tiles: list[dict[str, Any]]) -> None:
-    """Into the library, which schedules by them from now on."""
+    """Write the costs into the library, which uses them from now on."""
     rows = ",\n".join(json.dumps(fitted(tile)) for tile in tiles)
     sm90_costs.PATH.write_text(json.dumps(about)[:-1] + f', "tiles": [\n{rows}]}}\n')
     for cache in (sm90_costs._all_costs, sm90_costs.costs_of, sm90_schedule.tile_shape, sm90_schedule.best_schedule):
@@ -197,7 +199,7 @@ def write_costs(about: dict[str, str], tiles: list[dict[str, Any]]) -> None:
 
 # ---- choices --------------------------------------------------------------------------------------------------------
 def measured(case: Case) -> dict[str, Any]:
-    """Every way of a call."""
+    """Times of a call with every schedule."""
     call = prepared(case)
     facts, tile_taken, work_taken = schedule_key(call)
     rows: list[dict[str, Any]] = []
@@ -217,7 +219,7 @@ def measured(case: Case) -> dict[str, Any]:
 
 
 def losses(result: dict[str, Any]) -> list[tuple[float, str]]:
-    """By how much the way that is taken is slower than the fastest, of each call, the most first."""
+    """How much slower the chosen schedule is than the fastest, for each call, the largest loss first."""
     found = []
     for call in result["calls"]:
         taken = next(row["us"] for row in call["rows"] if row["taken"])

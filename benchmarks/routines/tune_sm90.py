@@ -1,14 +1,14 @@
 """Tile shapes of the Hopper forward, measured beside the portable kernel.
 
-For every kind of keys of ``sm90_tiles.TILES``, head dim, group and length: each candidate tile (rows x keys x stages of
-keys x stages of values x stages of queries), with and without ping-pong, and the portable kernel, whether or not the
-call would go there. Inputs: bfloat16, batch 1, independent normal elements; intervals: top-w masks of independent
-scores, with these as bias; bits: half of a dense mask visible, shared by all heads; softcaps of 30. Lists of intervals
-are cached, dense masks are packed in every call. Every output is compared with the portable kernel's; one that differs
-by more than two roundings of the largest element is marked WRONG, and the exit status is 1.
+For every kind of keys in ``sm90_tiles.TILES``, head dim, group and length, measures each candidate tile (rows x keys x
+stages of keys x stages of values x stages of queries) with and without ping-pong, and the portable kernel, whichever
+kernel the library would choose. Inputs: bfloat16, batch 1, independent normal elements. intervals: top-w masks of
+independent scores, which are the bias, with cached lists. bits: half of a dense mask visible, shared by all heads and
+packed in every call. Softcaps are 30. An output that differs from the portable kernel's by more than two roundings of
+the largest element is marked WRONG, and the exit status is 1.
 
-The fastest tile of each group of rows is marked; ``in use`` are those of which the library takes one. The results go to
-``hopper_tiles.json`` in the folder of the GPU; those of a choice of cases, tiles or kernels are only printed.
+The fastest tile of each group of rows is marked; ``in use`` marks the tiles from which the library chooses. The results
+go to ``hopper_tiles.json`` in the folder of the GPU; a run limited to some cases, tiles or kernels only prints them.
 """
 import argparse
 import contextlib
@@ -40,7 +40,7 @@ CANDIDATES = {  # for all other keys
     192: [HopperTile(128, 64, 2, 2, 2), HopperTile(128, 32, 3, 3, 2)],
     256: [HopperTile(128, 32, 2, 2, 2)]}
 ROUNDING = 2.0**-8  # of bfloat16
-WINDOWS = {  # lengths and w
+WINDOWS = {  # (length, w)
     "short intervals": ((2048, 128), (32768, 32), (32768, 128)),
     "intervals": ((2048, 1024), (8192, 1024), (16384, 1024), (32768, 1024), (32768, 4096)),
     "intervals with softcap": ((32768, 1024),)}
@@ -54,7 +54,7 @@ class Case(NamedTuple):
     length: int
     window: int = 0
     causal: bool = False
-    queries: int = 0  # 0: as many as keys
+    queries: int = 0  # 0: the number of keys
 
     def __str__(self) -> str:
         length = f"{self.queries}x{self.length}" if self.queries else f"N{self.length}"
@@ -76,7 +76,7 @@ def cases(kinds: list[str], head_dims: list[int]) -> list[Case]:
 
 
 def tiles(case: Case) -> list[HopperTile]:
-    """Candidates; dense masks are only for tiles of 128 rows."""
+    """Candidate tiles; dense masks only support tiles of 128 rows."""
     candidates = SHORT_CANDIDATES if case.kind == "short intervals" else CANDIDATES
     largest = min(size for size in candidates if case.head_dim <= size)
     return [tile._replace(ping_pong=ping_pong) for tile in candidates[largest]
@@ -89,14 +89,14 @@ def name(tile: HopperTile) -> str:
 
 @contextlib.contextmanager
 def forced(tile: HopperTile | None) -> Iterator[None]:
-    """Calls go to the Hopper kernel with this tile, or to the portable kernel."""
+    """Inside the context, calls use the Hopper kernel with this tile, or the portable kernel."""
     with fresh(tile=tile, hopper=tile is not None):
         yield
 
 
 @contextlib.contextmanager
 def kernels_of(folder: Path | None) -> Iterator[None]:
-    """Kernels are compiled from this folder, or from the tree's own. Their parameters must be those of the tree."""
+    """Inside the context, compile kernels from this folder or from the tree. Their parameters must be the tree's."""
     saved = jit.kernels_directory
     loaders = [function for name, module in list(sys.modules.items()) if name.startswith("cupy_dma.backends.cuda.")
                for function in vars(module).values()
@@ -119,7 +119,7 @@ def kernels_of(folder: Path | None) -> Iterator[None]:
 
 
 def calls(case: Case, device: str = "cuda", **more: Any) -> Callable[[], Any]:
-    """The call of a case, with ``more`` arguments; of "bits" with a dense mask, or with a dense bias of ``more``."""
+    """The call of a case, with ``more`` arguments; "bits" uses a dense mask, or the dense bias in ``more``."""
     torch.manual_seed(0)
     queries = case.queries or case.length
     q, k, v = (torch.randn(1, n, heads, case.head_dim, device=device, dtype=torch.bfloat16) for n, heads in (
@@ -173,7 +173,7 @@ def add_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--head-dim", nargs="+", type=int, default=[64, 96, 128, 192, 256])
     options.add_argument("--case", default="", help="only cases with this in their names")
     options.add_argument("--in-use", action="store_true", help="only the tiles in use")
-    options.add_argument("--kernels", nargs="+", type=Path, default=[], help="folders to take for kernels/ as well")
+    options.add_argument("--kernels", nargs="+", type=Path, default=[], help="other kernels/ folders to measure too")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,13 +1,13 @@
-"""Ways of the Hopper backward, measured beside cuDNN's dense backward: one pass or two, and queries of a step.
+"""Variants of the Hopper backward beside cuDNN's dense backward: one pass or two, and queries per step.
 
-Cases: those of backward.py's sets ``model`` and ``plain`` up to 32768 keys, and three of ``table``; short ones, whose
-tiles are few; ``dense``, a top-w mask as a dense one, which is packed and listed in each call. Ways: the portable
-kernels, two passes, the same with the portable kernel for keys, and without dense masks and up to head dim 128 one
-pass; up to 64 each with 64 and with 128 queries a step. All gradients, lists of intervals prepared. Every gradient is
-compared with the portable kernels'; one that differs by more than 1 % of their norm is marked WRONG, and the exit
+Cases: those of backward.py's sets ``model`` and ``plain`` up to 32768 keys, and three of ``table``; short ones with few
+tiles; ``dense``, a top-w mask as a dense one, which every call packs and lists. Variants: the portable kernels; two
+passes; two passes with the portable kernel for keys; and one pass, up to head dim 128 and without dense masks. Up to
+head dim 64 each runs with 64 and with 128 queries per step. All four gradients are computed, with prepared interval
+lists. A gradient that differs from the portable kernels' by more than 1 % of its norm is marked WRONG, and the exit
 status is 1.
 
-The results go to ``hopper_backward.json`` in the folder of the GPU; those of a choice of cases are only printed.
+The results go to ``hopper_backward.json`` in the folder of the GPU; a run limited to some cases only prints them.
 """
 import argparse
 import contextlib
@@ -58,7 +58,7 @@ def ways(case: Case) -> list[Way]:
 
 @contextlib.contextmanager
 def forced(way: Way) -> Iterator[None]:
-    """Calls take this way."""
+    """Inside the context, calls use this variant."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(fresh(one_pass=way.one_pass, hopper=False if way.portable else None))
         stack.enter_context(mock.patch.object(sm90_backward, "MIN_TILES", 0.0))
@@ -80,7 +80,7 @@ def measured(case: Case) -> list[dict[str, Any]]:
     expected: Any = None
     for way in ways(case):
         with forced(way):
-            bench.forget_lists()  # ways differ in what they keep on the mask
+            bench.forget_lists()  # variants keep different lists on the mask
             found = bench.backward()
             expected = found if expected is None else expected
             ms, how = measure.gpu_ms(bench.backward)
