@@ -1,17 +1,17 @@
-"""Markers, and what the end of a run says.
+"""Markers, shared fixtures and the summary of a run.
 
-``gpu``: needs a CUDA device and CuPy; skipped elsewhere. ``slow``: left to ``make test-all`` (``slow.py`` chooses).
-``rare``: left to ``make test-rare``. ``not_run.py`` says what was skipped.
+``gpu``: needs a CUDA device and CuPy; skipped elsewhere. ``slow``: only in ``make test-all`` (``slow.py`` chooses).
+``rare``: only in ``make test-rare``. ``not_run.py`` reports skipped tests.
 """
 import os
 import sys
 from glob import glob
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # One of several processes that share the cores: threads of NumPy and torch that wait would take them from each
-    # other. Both read this when they are imported.
+    # Several processes share the cores, and idle threads of NumPy and torch would spin on them. Both read this when
+    # they are imported.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # They share the GPUs, too: each begins with another one. CUDA reads this when it is first used.
+    # They share the GPUs too, so each starts with a different one. CUDA reads this when it is first used.
     count = len(glob("/dev/nvidia[0-9]*"))
     if count > 1:
         first = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")) % count
@@ -41,7 +41,7 @@ def one_thread(torch):
 
 @pytest.fixture
 def same_numbers(one_thread, torch):
-    """For tests that draw from torch's generator; nothing is compiled yet."""
+    """For tests that draw from torch's generator: the same numbers in each, and no compiled code from earlier tests."""
     torch.manual_seed(0)
     torch._dynamo.reset()
 
@@ -54,7 +54,8 @@ def own_path(monkeypatch):
 
 @pytest.fixture
 def uncollected():
-    """For tests that capture CUDA graphs: what earlier tests left is not freed meanwhile."""
+    """For tests that capture CUDA graphs: collect garbage of earlier tests first, so that none is freed during a
+    capture."""
     from cupy_dma.torch.capture import uncollected
 
     with uncollected():
@@ -85,7 +86,7 @@ def pytest_configure(config):
 
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtest_teardown(item):
-    """A test that leaves overrides behind fails, not the tests after it."""
+    """Fail a test that leaves overrides behind, instead of the tests after it."""
     found = yield
     program = sys.modules.get("cupy_dma.backends.cuda.runtime.program")
     if program is not None and not program.keeps_programs():
@@ -95,7 +96,7 @@ def pytest_runtest_teardown(item):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """What caught the faults of tests/emulator/mutations (pytest-xdist does not pass on what a test prints)."""
+    """List what detected each fault of tests/emulator/mutations (pytest-xdist drops what tests print)."""
     caught = [dict(report.user_properties) for report in terminalreporter.stats.get("passed", ())]
     caught = [found for found in caught if "fault" in found]
     if caught:
@@ -106,7 +107,7 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.fixture
 def fresh_programs():
-    """No call runs an earlier call's programs: for tests that change which kernels a call takes."""
+    """For tests that change which kernels a call uses: no call reuses programs of earlier calls."""
     from cupy_dma.backends.cuda.runtime.program import fresh
 
     with fresh():
@@ -115,7 +116,7 @@ def fresh_programs():
 
 @pytest.fixture
 def calls_of(monkeypatch):
-    """A function that begins to note the arguments of a function's calls, which go through."""
+    """A function that records the arguments of all later calls of another function and lets them through."""
     def noted(owner, name):
         calls, function = [], getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *given, **named: calls.append(given) or function(*given, **named))
@@ -134,7 +135,7 @@ LIBRARIES = ["numpy", "torch", *(pytest.param(name, marks=pytest.mark.gpu) for n
 
 @pytest.fixture(params=LIBRARIES)
 def convert(request):
-    """A function from NumPy arrays to arrays of one library, with the attribute ``back`` for the other way."""
+    """A function from NumPy arrays to arrays of one library; its attribute ``back`` converts them back."""
     from cupy_dma.arrays import CPU, Device, library_named
 
     pytest.importorskip(request.param.removesuffix("-cuda"))

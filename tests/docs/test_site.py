@@ -1,7 +1,6 @@
-"""The documentation site: it builds without a warning, its links lead somewhere, and it asks the network for nothing.
-In a browser its pages fit a desk and a phone, and the picture of the intervals shows what the library computes.
-
-``make docs`` has built the site and says where (``CUPY_DMA_SITE``); otherwise it is built here. Screenshots go to
+"""The documentation site: it builds without warnings, its links work, and it loads nothing from the network. In a
+browser its pages fit a desktop and a phone, and the picture of intervals matches the library's results.
+``CUPY_DMA_SITE`` names a built site (``make docs`` sets it); otherwise the tests build one. Screenshots go to
 ``CUPY_DMA_SCREENSHOTS``.
 """
 import json
@@ -42,7 +41,7 @@ def site(tmp_path_factory) -> Path:
 
 
 class Page(HTMLParser):
-    """Where a page leads and what it loads."""
+    """The links of a page and the files that it loads."""
 
     def __init__(self, path: Path):
         super().__init__()
@@ -142,7 +141,7 @@ def browser():
     options = {"args": ["--no-sandbox", "--allow-file-access-from-files"]}
     with api.sync_playwright() as playwright:
         try:
-            found = playwright.chromium.launch(**options)  # the one that playwright has downloaded
+            found = playwright.chromium.launch(**options)  # playwright's own browser
         except api.Error as error:
             path = next(filter(None, map(shutil.which, BROWSERS)), None)
             if path is None:
@@ -162,7 +161,7 @@ def screenshots(tmp_path_factory) -> Path:
 
 @pytest.fixture(params=WIDTHS)
 def tab(request, browser):
-    """A page of the browser at one width; at the end nothing may have failed or have been asked of a network."""
+    """A browser page of one width; fails at the end if anything failed or was requested from a network."""
     width, height = WIDTHS[request.param]
     context = browser.new_context(viewport={"width": width, "height": height}, has_touch=request.param == "phone")
     page = context.new_page()
@@ -183,7 +182,7 @@ def test_pages_fit(site, tab, screenshots, name):
         picture.scroll_into_view_if_needed()
         tab.wait_for_function("(img) => img.complete && img.naturalWidth > 100", arg=picture.element_handle())
     tab.evaluate("window.scrollTo(0, 0)")
-    tab.wait_for_timeout(400)  # until the header has followed
+    tab.wait_for_timeout(400)  # until the header has scrolled into place
     tab.screenshot(path=screenshots / f"{name.replace('/', '-')}-{tab.kind}.png", full_page=True)
     wide = tab.evaluate("document.scrollingElement.scrollWidth") - tab.evaluate("window.innerWidth")
     assert wide <= 0, f"{name} is {wide} pixels too wide on a {tab.kind}"
@@ -192,7 +191,7 @@ def test_pages_fit(site, tab, screenshots, name):
 def test_no_page_is_too_wide(site, pages, tab):
     wide = {}
     for path in pages:
-        if path.name == "404.html":  # its links are those of a server
+        if path.name == "404.html":  # its links are absolute, for a server
             continue
         tab.goto(path.as_uri())
         wide[path.name] = tab.evaluate("document.scrollingElement.scrollWidth - window.innerWidth")

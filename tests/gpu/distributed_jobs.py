@@ -1,4 +1,4 @@
-"""What the ranks of ``test_distributed.py`` do, each on a GPU of its own."""
+"""Jobs for the ranks of ``test_distributed.py``, each on its own GPU."""
 import os
 from typing import Any
 
@@ -42,7 +42,7 @@ def unsynchronized(group: Any, case: Case) -> bool:
 
 
 def graphed(group: Any, case: Case) -> bool:
-    """A step captured with its collectives, replayed on other numbers, against the same step without a graph."""
+    """Compare a step captured with its collectives and replayed on other numbers with the same step without a graph."""
     inputs, dout, options = problem(case, group)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -71,7 +71,7 @@ def repeated(group: Any, case: Case, times: int) -> bool:
 
 
 def checked(group: Any) -> None:
-    """Under ``CUPY_DMA_CHECK=1`` other arguments that have been agreed on before are found, too."""
+    """``CUPY_DMA_CHECK=1`` also finds arguments that differ between ranks when each rank's were agreed on before."""
     for window in (3, 4):
         call(group, {rank: on_gpu({"window": window}) for rank in range(2)})
     os.environ["CUPY_DMA_CHECK"] = "1"

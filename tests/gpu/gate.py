@@ -1,10 +1,10 @@
-"""A gate that holds a CUDA stream, so that a call that waits for the stream is found however slow the host is."""
+"""A gate that blocks a CUDA stream, so tests detect a call that waits for the stream on hosts of any speed."""
 from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
 
-LIMIT = 20.0  # s; many times what the calls of a test take on a busy host
+LIMIT = 20.0  # s; far longer than a test's calls take on a busy host
 CLOSED, OPEN, EXPIRED = range(3)
 SOURCE = f"""
 extern "C" __global__ void hold(volatile int* gate, unsigned long long limit) {{
@@ -20,16 +20,16 @@ extern "C" __global__ void hold(volatile int* gate, unsigned long long limit) {{
 
 @contextmanager
 def held(stream: int, limit: float = LIMIT):
-    """Keep the stream (its address) from doing anything until the block ends, then wait for it.
+    """Block the stream (given by address) until the ``with`` block ends, then wait for it.
 
-    A block that waits for the stream would never end, so the gate opens by itself after ``limit`` seconds.
+    A ``with`` block that waits for the stream would never end, so the gate opens by itself after ``limit`` seconds.
 
     Raises:
-        AssertionError: the block took longer than that.
+        AssertionError: the ``with`` block took longer than ``limit``.
     """
     import cupy
 
-    memory = cupy.cuda.alloc_pinned_memory(4)  # which the GPU sees at the same address
+    memory = cupy.cuda.alloc_pinned_memory(4)  # the GPU sees it at the same address
     gate = np.frombuffer(memory, np.int32, 1)
     gate[0] = CLOSED
     arguments = np.uint64(memory.ptr), np.uint64(limit * 1e9)

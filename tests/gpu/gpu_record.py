@@ -1,10 +1,10 @@
-"""The record of a GPU test run: a pytest plugin, and a check that the record still belongs to the sources.
+"""The record of a GPU test run: a pytest plugin, and a check that the record still matches the sources.
 
     python -m pytest -m gpu -p tests.gpu.gpu_record --gpu-record tests/gpu_results.json     (make test-gpu)
     python -m tests.gpu.gpu_record                                                          (make check-record)
 
-Where a GPU is to be had for a shorter time than all tests take, each of N runs takes a share of them, and the records
-of the shares, which must be of the same sources, device and versions, are joined to one:
+If a GPU is not available for long enough, N runs can each take a share of the tests. Their records are then joined;
+they must have the same sources, device and versions:
 
     make test-gpu GPU_SHARE=1/2      (writes build/gpu_results-1-2.json)
     make test-gpu GPU_SHARE=2/2
@@ -51,7 +51,7 @@ def versions() -> dict[str, str]:
     for name in ("numpy", "cupy", "torch", "triton"):
         try:
             found[name] = importlib.import_module(name).__version__
-        except Exception:  # not installed, or installed and broken: either way it took no part in the run
+        except Exception:  # not installed or broken: the run did not use it
             continue
     try:
         import cupy
@@ -116,7 +116,7 @@ def write(path: Path, record: dict[str, Any]) -> None:
 
 
 def share(text: str) -> str:
-    """``text`` if it is I/N with I from 1 to N; a ValueError, which pytest reports, if it is not."""
+    """``text`` if it is I/N with I from 1 to N; otherwise raises ValueError, which pytest reports."""
     found = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", text)
     if not found or int(found[1]) > int(found[2]):
         raise ValueError(f"a share is I/N with I from 1 to N, got {text!r}")
@@ -141,7 +141,7 @@ def pytest_collection_modifyitems(config, items):
 def pytest_configure(config):
     path = config.getoption("--gpu-record")
     if path is not None and not hasattr(config, "workerinput"):  # under xdist the controller counts for all workers
-        # The digest of the sources that the run starts with: an edit during the run must not be vouched for.
+        # Digest of the sources at the start: the record must not cover edits made during the run.
         recorder = Recorder(config.rootpath / path, source_digest(), config.getoption("--gpu-share"))
         config.pluginmanager.register(recorder, "gpu-recorder")
 

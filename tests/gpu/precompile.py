@@ -1,13 +1,12 @@
-"""Compile what the GPU tests need on a machine without a GPU, for most of such a run's time is NVRTC's.
+"""Compile the kernels of the GPU tests on a machine without a GPU, since NVRTC takes most of a GPU run's time.
 
     CUPY_DMA_CACHE_DIR=cubins python -m tests.gpu.precompile --arch sm_90a
-    ... --tune                                        what the scripts benchmarks/tune_* measure, too
+    ... --tune                                        also kernels that benchmarks/routines/tune_*.py measure
 
-The tests find the files in their cache directory, once copied there, if NVRTC and the CUDA headers have the same
-version as where they run; otherwise they compile anew.
+Copy the files into the cache directory of the tests. They are used if both machines have the same versions of NVRTC and
+the CUDA headers; otherwise the tests compile again.
 
-What is compiled are the configurations that the tests' grids ask for: their calls are made on CPU arrays, for a device
-whose kernels do nothing.
+To find the configurations, the calls of the tests' grids run on CPU arrays, with a device whose kernels do nothing.
 """
 import argparse
 import functools
@@ -42,7 +41,7 @@ class Nothing:
 
 
 class Unwatched(Session):
-    """The memory of a call that touches none."""
+    """A memory session for calls that touch no memory."""
 
     def operand(self, operand: Operand, writable: bool = False) -> Operand:
         return operand
@@ -57,7 +56,7 @@ class UnwatchedMemory:
 
 
 class Recorder(emulator.EmulatorRuntime):
-    """A device of 132 SMs that keeps the configurations of the kernels it is asked for."""
+    """A device of 132 SMs that records the configurations of requested kernels."""
 
     def __init__(self, is_hopper: bool = False):
         super().__init__(build="plain", is_hopper=is_hopper)
@@ -79,14 +78,14 @@ class Recorder(emulator.EmulatorRuntime):
 
 
 def hopper_configs() -> dict[jit.Config, None]:
-    """Of tests/gpu/test_sm90.py, and of the grids elsewhere."""
+    """Configurations of tests/gpu/test_sm90.py and of the other grids."""
     forward, packed = test_sm90.FORWARD, test_sm90.VARLEN
     with emulator.hopper_gpu(Recorder) as runtime:
         for one_pass in (False, True):
             with schedule_cases.hopper_gradients(one_pass):
                 run_all(functools.partial(cases.run_backward, with_dlse=True), cases.CASES)
                 run_all(varlen_cases.run_backward, varlen_cases.CASES + varlen_cases.SUPERS)
-        run_all(cases.run, cases.CASES)  # where the library takes it
+        run_all(cases.run, cases.CASES)  # where the library itself chooses the Hopper kernel
         run_all(varlen_cases.run, varlen_cases.CASES + varlen_cases.LONG)
         for name, (tile, head_dims) in TILES.items():
             with taken(tile, head_dims):
@@ -108,7 +107,7 @@ def hopper_configs() -> dict[jit.Config, None]:
 
 
 def portable_configs() -> dict[jit.Config, None]:
-    """Of the same grids for the kernels of every GPU, forward and backward."""
+    """Configurations of portable kernels for the same grids, forward and backward."""
     with emulator.using(Recorder) as runtime:
         run_all(cases.run, cases.CASES)
         run_all(functools.partial(cases.run_backward, with_dlse=True), cases.CASES)
@@ -118,7 +117,7 @@ def portable_configs() -> dict[jit.Config, None]:
 
 
 def tuning_configs(head_dims: Sequence[int] = (64, 96, 128, 192, 256)) -> dict[jit.Config, None]:
-    """Of the routine tune_sm90, by shorter calls of the same kinds."""
+    """Configurations of the routine tune_sm90, from shorter calls of the same kinds."""
     from benchmarks.routines import tune_sm90
 
     with emulator.hopper_gpu(Recorder) as runtime:
@@ -132,7 +131,8 @@ def tuning_configs(head_dims: Sequence[int] = (64, 96, 128, 192, 256)) -> dict[j
 
 
 def backward_tuning_configs() -> dict[jit.Config, None]:
-    """Of the routine tune_sm90_backward, likewise, and of the whole chain in the routine backward."""
+    """Configurations of the routine tune_sm90_backward, from shorter calls, and of the whole chain in the routine
+    backward."""
     import torch
 
     from benchmarks.routines import backward, tune_sm90_backward
@@ -179,7 +179,7 @@ def main(arguments: list[str] | None = None) -> int:
     found = portable_configs() | (hopper_configs() if args.arch == "sm_90a" else {})
     if args.tune:
         found |= tuning_configs() | backward_tuning_configs()
-    # New processes: a copy of one with threads, such as jax's, may wait for ever.
+    # spawn, not fork: a fork of a process with threads, such as jax's, may hang.
     with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
         seconds = list(tqdm(pool.map(functools.partial(compile_one, arch=args.arch), found), total=len(found),
                             unit="kernel", disable=None))

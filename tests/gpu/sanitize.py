@@ -3,10 +3,10 @@
     compute-sanitizer --tool memcheck  python -m tests.gpu.sanitize
     compute-sanitizer --tool racecheck python -m tests.gpu.sanitize
     ... python -m tests.gpu.sanitize forward varlen                    some kernels only
-    ... python -m tests.gpu.sanitize backward --share 2/4              every fourth of their cases, from the second on
+    ... python -m tests.gpu.sanitize backward --share 2/4              every fourth case, from the second on
 
-CuPy's memory pool is off, so that every array has its own allocation and a read past its end is seen. Results are
-checked too, against the oracle. ``make sanitize`` runs both tools.
+CuPy's memory pool is off: every array has its own allocation, so compute-sanitizer sees reads past its end. Results are
+also checked against the oracle. ``make sanitize`` runs both tools.
 """
 import argparse
 import contextlib
@@ -52,7 +52,7 @@ HOPPER_NAMES = ("float16-D64", "bfloat16-D128", "bfloat16-D40", "mask-causal", "
                 "softcap-key", "lengths-129x33-causal", "lengths-300x300", "causal-and-dense", "dense-mask-1gqk",
                 "dense-columns-key")
 
-share = slice(None)  # of the cases of a grid
+share = slice(None)  # share of each grid's cases
 
 
 def forward(dtypes: tuple[str, ...] = ("float16", "bfloat16", "float32")) -> int:
@@ -63,12 +63,12 @@ def forward(dtypes: tuple[str, ...] = ("float16", "bfloat16", "float32")) -> int
 
 
 def hopper_forward(tile: HopperTile, largest: int) -> int:
-    """The Hopper kernel with this tile, also where it would not pay: on two SMs, so that CTAs go on from tile to tile,
-    and an odd last tile is cut by rows; and on more, with tiles split along their keys."""
+    """The Hopper kernel with this tile, even where it is not the fastest: on two SMs, so that CTAs process several
+    tiles and an odd last tile is cut by rows; and on more SMs, with tiles split along their keys."""
     if not cuda.runtime.hopper(0):
         return 0
 
-    smallest = 65 if tile.block_n < 64 else 1  # blocks of 32 keys are for large head dims
+    smallest = 65 if tile.block_n < 64 else 1  # only large head dims use blocks of 32 keys
     with (fresh(), taken(tile, range(smallest, largest + 1)),
           mock.patch.object(CudaRuntime, "num_sms", lambda runtime, index: 2)):
         return (forward(("float16", "bfloat16")) + varlen_forward(("float16", "bfloat16")) + rising_logits(largest)
@@ -76,8 +76,8 @@ def hopper_forward(tile: HopperTile, largest: int) -> int:
 
 
 def rising_logits(head_dim: int) -> int:
-    """Exponentials that become too large: by more than float32 holds, or by less; in lists and without. And with a
-    softcap that is large beside most logits."""
+    """Logits that rise so far that exponentials overflow float32, or nearly; with and without lists; and with a softcap
+    that is large compared to most logits."""
     rng = np.random.default_rng(0)
     query, key, value = (rng.standard_normal((1, 300, heads, head_dim)).astype(np.float16) for heads in (2, 1, 1))
     count = 0
@@ -96,8 +96,8 @@ def rising_logits(head_dim: int) -> int:
 
 
 def schedules(head_dim: int) -> int:
-    """The results of one SM on several: tiles that are cut by rows, split along their keys or short, and keys that do
-    not fit into L2, where CTAs go on by a place from one full wave to the next."""
+    """Several SMs give the results of one: tiles cut by rows, split along their keys, or short; and keys that do not
+    fit into L2, where CTAs shift by one place from each full wave to the next."""
     count = 0
     rotated = mock.patch.multiple(sm90_schedule, SWIZZLE_GROUP_BYTES=1, _rotation=lambda *facts: 1)
     for names, sms, how, around in (
@@ -130,7 +130,7 @@ def backward() -> int:
 
 
 def super_tiles() -> int:
-    """Long enough for several super-tiles: their lists, partial sums and the sum of these."""
+    """Lengths of several super-tiles: their lists, partial sums, and the final sum."""
     rng = np.random.default_rng(0)
     for dtype, size in (("bfloat16", 64), ("float16", 20), ("float32", 64)):
         q, k, v = (rng.standard_normal((1, 700, heads, size)).astype(numpy_dtype(dtype)) for heads in (2, 1, 1))
@@ -179,7 +179,7 @@ def _packed(dout: Any, query: Any, key: Any, value: Any, mask: dma.IntervalMask)
 
 
 def delays() -> int:
-    """Biases with a delay, as ``lifetimes``."""
+    """Biases with a delay, with the kernels of ``lifetimes``."""
     chosen = [c for c in delay_cases.CASES + delay_cases.LONG if c.dtype != "float64"][share]
     kernels = [(False, None), (True, True), (True, False)] if cuda.runtime.hopper(0) else [(False, None)]
     for case, (hopper, one_pass) in itertools.product(chosen, kernels):
@@ -190,8 +190,8 @@ def delays() -> int:
 
 
 def hopper_backward() -> int:
-    """The Hopper gradients in two passes, also from stored dS in chunks, and in one, on two SMs, so that CTAs go on
-    from tile to tile, and on many, so that tiles are split."""
+    """The Hopper gradients in two passes (also from dS stored in chunks) and in one, on two SMs, so that CTAs process
+    several tiles, and on many, so that tiles are split."""
     if not cuda.runtime.hopper(0):
         return 0
     count, chosen = 0, [c for c in cases.CASES if c.name.startswith(HOPPER_NAMES)][share]
@@ -216,7 +216,7 @@ def varlen_forward(dtypes: tuple[str, ...] = ("float16", "bfloat16", "float32"))
 
 
 def varlen_backward() -> int:
-    """Super-tiles of sequences among them."""
+    """Gradients of packed sequences, including sequences of several super-tiles."""
     chosen = [c for c in varlen_cases.CASES + varlen_cases.SUPERS if c.dtype != "float64"][share]
     for case in chosen:
         varlen_cases.check_backward(case, varlen_cases.run_backward(case, cupy.asarray), tf32=True)
@@ -224,13 +224,13 @@ def varlen_backward() -> int:
 
 
 def decoding() -> int:
-    """Tokens into caches, one by one and several at once, with one split and with several, and the last queries of
+    """Append tokens to caches, one by one and several at once, with one split and several; and run the last queries of
     histories."""
     return _steps() + _last_queries()
 
 
 def clusters() -> int:
-    """The tokens of ``decoding`` with clusters of blocks."""
+    """The same tokens as in ``decoding``, with clusters of blocks."""
     if not cuda.runtime.hopper(0):
         return 0
     with mock.patch.object(step, "clusters_pay", lambda *_: True):
@@ -289,7 +289,8 @@ def _last_queries() -> int:
 
 
 def selection() -> int:
-    """In two chunks and more, and with all keys at once; ties and none, equal scores, padding, documents."""
+    """Select in two or more chunks and over all keys at once; with and without ties, equal scores, padding,
+    documents."""
     count = 0
     for counted in (False, True):
         with selection_cases.counting(counted):
@@ -348,7 +349,7 @@ def main(arguments: list[str] | None = None) -> int:
         options.error(f"--share must be I/N with 1 <= I <= N, got {args.share}")
     share = slice(int(found[1]) - 1, None, int(found[2]))
     cupy.cuda.set_allocator(None)
-    with contextlib.redirect_stdout(io.StringIO()):  # the errors of every case
+    with contextlib.redirect_stdout(io.StringIO()):  # hides the printed errors of every case
         counts = {name: SUITES[name]() for name in chosen}
     print("agree with the oracle:", ", ".join(f"{count} {name}" for name, count in counts.items()))
     return 0

@@ -1,4 +1,4 @@
-"""Tile shapes for the Hopper forward, and calls sent to the Hopper kernels or past them."""
+"""Tile shapes for the Hopper forward, and contexts that force or forbid the Hopper kernels."""
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -8,7 +8,7 @@ from cupy_dma.backends.cuda.attention import sm90
 from cupy_dma.backends.cuda.attention.sm90_tiles import HopperTile
 from cupy_dma.backends.cuda.runtime.program import fresh
 
-TILES = {  # and head dims that fit
+TILES = {  # tile: head dims that fit
     "128x128": (HopperTile(128, 128, 2, 2, 2), range(1, 129)),
     "128x128x4": (HopperTile(128, 128, 4, 4, 2, ping_pong=True), range(1, 65)),
     "128x64": (HopperTile(128, 64, 2, 2, 2, ping_pong=True), range(65, 193)),
@@ -25,8 +25,8 @@ TILES = {  # and head dims that fit
 
 @contextmanager
 def taken(tile: HopperTile, head_dims: Container[int]) -> Iterator[None]:
-    """Calls with one of these head dims that the kernel can serve with this tile go to it, others to the portable one.
-    Dense masks and biases need tiles of 128 rows."""
+    """Inside the context, calls with these head dims that the Hopper kernel supports use this tile; others use the
+    portable kernel. Dense masks and biases need tiles of 128 rows."""
     def pays(call: Any, problem: Any, num_sms: int) -> bool:
         return call.head_dim in head_dims and (tile.block_m == 128 or not sm90.is_dense(problem))
 

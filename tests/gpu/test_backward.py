@@ -1,5 +1,5 @@
-"""The gradients of the CUDA backend on a GPU: the grid against the oracle, long sequences against float64 autograd, the
-same bits every time, and what must not reach them. Everything here is marked ``gpu``."""
+"""Gradients of the CUDA backend on a GPU: the grid against the oracle, long sequences against float64 autograd,
+reproducible bits, and values that must not influence them. Everything here is marked ``gpu``."""
 import pytest
 
 import cupy_dma as dma
@@ -13,7 +13,7 @@ from tests.oracle import cases, score_cases
 pytestmark = pytest.mark.gpu
 
 
-# ---- right ----
+# ---- correctness ----
 @pytest.mark.feature("cuda backward", "attention", "every case", but=("delay-", "float64-D"))
 @BY_TURNS
 def test_backward_grid(case, name):
@@ -25,7 +25,7 @@ def test_backward_grid(case, name):
 
 @pytest.mark.parametrize("case", [c for c in FORWARD if c.dtype != "float32"], ids=str)
 def test_backward_grid_in_portable_kernels(case):
-    """What goes to the Hopper kernel where there is one."""
+    """Cases that a Hopper GPU would run in its own kernel."""
     with portable():
         cases.check_backward(case, cases.run_backward(case, converter("cupy")))
 
@@ -51,7 +51,7 @@ def dense_gradients(torch, dout, query, key, value, scores, mask, dtype, softcap
     far = position - torch.arange(k.shape[1], device=s.device) >= bias_delay
     s = torch.where(far | (bias_delay == 0), s + wide_bias[:, :, None], s)
     seen = mask.to_dense(q.shape[1]).repeat_interleave(group, 1)
-    p = torch.where(seen, torch.softmax(s.masked_fill(~seen, float("-inf")), -1), 0)  # 0 in a row that sees nothing
+    p = torch.where(seen, torch.softmax(s.masked_fill(~seen, float("-inf")), -1), 0)  # 0 in a row without visible keys
     out = torch.einsum("bhij,bjhd->bihd", p, wide_v)
     return torch.autograd.grad(out, (q, k, v, bias), dout.to(dtype))
 
@@ -61,7 +61,7 @@ def dense_gradients(torch, dout, query, key, value, scores, mask, dtype, softcap
                                                  (250, "float32")])
 @pytest.mark.parametrize("kind", ["iid", "recency", "increasing", "global"])
 def test_long_sequences(torch, kind, head_dim, dtype):
-    """Several super-tiles, and keys that live through many of them, against float64."""
+    """Several super-tiles, with keys visible in many of them, against float64."""
     n, window = 3000, 300
     q, k, v = draw(torch, n, n, 4, 2, head_dim, dtype=getattr(torch, dtype))
     scores = draw_scores(torch, 1, 2, n)
@@ -95,7 +95,7 @@ def test_key_scores_backward(dtype, form, shape):
 
 @pytest.mark.feature("cuda forward backward", "dynamic_mask_attention", "from scores or values")
 def test_the_whole_chain(torch):
-    """dynamic_mask_attention_backward against the parts, with both contributions to dvalue."""
+    """dynamic_mask_attention_backward against its stages, with both contributions to dvalue."""
     q, k, v = draw(torch, 500, 500, 4, 2, 64)
     weight, a = torch.randn(2, 128, device="cuda") / 11, torch.ones(2, device="cuda")
     scores = dma.key_scores(v, weight, a)
@@ -118,7 +118,7 @@ def test_the_whole_chain(torch):
                                                      (128, "float32"))),
     (8192, (8, 4), 2, 16, "bfloat16", 128, 200)])
 def test_the_same_bits_every_time(torch, n, heads, batch, head_dim, dtype, window, repeats):
-    """With lists made anew, every other time on another stream; at last with a small head dim and many blocks."""
+    """Lists are rebuilt each time, every second time on another stream; finally a small head dim with many blocks."""
     q, k, v = draw(torch, n, n, *heads, head_dim, batch=batch, dtype=getattr(torch, dtype))
     scores = draw_scores(torch, batch, heads[1], n)
     mask = dma.IntervalMask.top_w(scores, window)
@@ -152,7 +152,7 @@ def test_heads_and_batch_can_be_permuted(torch):
     assert torch.equal(straight.bias[b][:, h], moved.bias)
 
 
-# ---- what must not reach a gradient, and what is not asked for ----
+# ---- invisible values, and gradients that were not requested ----
 @pytest.mark.feature("cuda backward", "attention", "keys that no query sees")
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 def test_what_nobody_sees_changes_no_bit(torch, softcap):
@@ -174,7 +174,7 @@ def test_what_nobody_sees_changes_no_bit(torch, softcap):
 
 
 def dense_masks(torch, n):
-    """Dense masks by name, (1, 1|2|4, n, n), and what else hides keys: several super-tiles, or one."""
+    """Dense masks by name, (1, 1|2|4, n, n), each with its options, over one or several super-tiles."""
     columns = torch.rand(1, 1, 1, n, device="cuda") < 0.06
     tiles = torch.rand(1, 2, -(-n // 128), -(-n // 128), device="cuda") < 0.125
     blocks = tiles.repeat_interleave(128, 2).repeat_interleave(128, 3)[:, :, :n, :n]
@@ -221,7 +221,7 @@ def test_listed_keys_under_dense_masks(torch, kind, head_dim, dtype, bias_heads)
 
 
 def test_partial_sums_of_dense_masks_are_linear_in_memory(torch):
-    """Beyond the mask's bits and bytes: what a mask of few columns needs grows with N."""
+    """Apart from the mask itself and its bits, memory for a mask with few visible columns grows with N."""
     def extra(n):
         q, k, v = draw(torch, n, n, 16, 8, 128)
         mask = (torch.rand(1, 1, 1, n, device="cuda") < 0.06).expand(1, 1, n, n).contiguous()
@@ -238,7 +238,8 @@ def test_partial_sums_of_dense_masks_are_linear_in_memory(torch):
 
 
 def test_rows_that_see_nothing(torch):
-    """More queries than keys: the first rows see nothing, get zeros, and what they hold reaches nothing."""
+    """With more queries than keys, the first rows see no key: their gradients are 0, and their values influence
+    nothing."""
     q, k, v = draw(torch, 200, 120, 2, 1, 64)
     scores = draw_scores(torch, 1, 1, 120)
     mask = dma.IntervalMask.top_w(scores, 30)
@@ -254,8 +255,8 @@ def test_rows_that_see_nothing(torch):
 
 @pytest.mark.parametrize("stored", [False, None])
 def test_memory_is_linear(torch, stored):
-    """Forward and backward at H16/8, D128, w=2048: at most 4 GiB extra at N=131072 by the query pass, by default dS and
-    no more besides, and linear."""
+    """Forward and backward at H16/8, D128, w=2048: extra memory is linear in N, at N=131072 at most 4 GiB with the
+    query pass, and by default that plus dS."""
     def extra(n):
         q, k, v = draw(torch, n, n, 16, 8, 128)
         scores = draw_scores(torch, 1, 8, n)
@@ -275,11 +276,12 @@ def test_memory_is_linear(torch, stored):
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_in_chunks(torch, batch, monkeypatch):
-    """Through autograd, whose step is no plan then. Key lists of fewer tiles may be in another order, which is that of
-    the sums in dq: it agrees within roundings, and has the same bits every time; all else has those of the whole."""
+    """A backward pass in chunks, through autograd. With fewer tiles the key lists, and so the sums in dq, may have
+    another order: dq agrees within roundings and is reproducible; all other gradients have the bits of the unchunked
+    pass."""
     from cupy_dma.torch import entry
 
-    monkeypatch.setattr(sm90_backward, "MIN_TILES", 0.0)  # or small chunks go to other kernels than the whole
+    monkeypatch.setattr(sm90_backward, "MIN_TILES", 0.0)  # otherwise small chunks use other kernels
     monkeypatch.setattr(sm90_backward, "LISTED_STEPS", 0.0)
     torch.manual_seed(0)
     q, k, v = (torch.randn(batch, 3000, heads, 64, device="cuda", dtype=torch.bfloat16).requires_grad_()
@@ -289,7 +291,7 @@ def test_in_chunks(torch, batch, monkeypatch):
     for most in (backward_chunks.MAX_SUMS, 1 << 20):
         monkeypatch.setattr(backward_chunks, "MAX_SUMS", most)
         monkeypatch.setattr(entry, "_known", {})
-        with fresh():  # a program of before knows no chunks
+        with fresh():  # earlier programs have no chunks
             found.append(torch.autograd.grad(dma.dynamic_mask_attention(q, k, v, scores, window=300), (q, k, v, scores),
                                              dout))
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Key biases that begin at a distance, on a GPU: the oracle's cases, and long ones beside dense float64."""
+"""Delayed key biases on a GPU: the oracle's cases, and long ones against dense float64."""
 from contextlib import contextmanager
 
 import pytest
@@ -43,7 +43,7 @@ def test_sequences(kernels, case):
 @pytest.mark.parametrize(("keys", "queries", "heads", "head_dim"), [
     (2500, 2500, (4, 2), 64), (1300, 700, (4, 2), 128), (600, 600, (2, 1), 256)])
 def test_gates(keys, queries, heads, head_dim, kernels, compiled):
-    """Gates that close, through autograd."""
+    """Closing gates, through autograd."""
     generator = torch.Generator("cuda").manual_seed(1)
 
     def normal(length, h):

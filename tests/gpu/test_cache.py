@@ -1,5 +1,5 @@
-"""The decode cache on a GPU: what a service relies on. Results for every option are in test_cache.py, which runs there
-for CuPy and torch too."""
+"""The decode cache on a GPU: what a service relies on. tests/unit/test_cache.py checks every option, on a GPU with CuPy
+and torch too."""
 import bisect
 import contextlib
 import functools
@@ -48,7 +48,7 @@ def same(torch, cache, other):
 @pytest.mark.parametrize(("ragged", "storage"), [(False, None), (True, None), (False, "fp8"), (True, "int8")])
 @pytest.mark.usefixtures("uncollected")
 def test_torch_graph_replay_equals_eager(torch, length, ragged, storage):
-    """One graph serves every step: it reads counters, slots and lengths where they are."""
+    """One graph serves every step, because it reads counters, slots and lengths from device memory."""
     history = history_of(length, sinks=2, recent=3, batch=3, options={"storage": storage})
     move, rng = to("torch"), np.random.default_rng(0)
     cache, eager = history.cache(move), history.cache(move)
@@ -65,7 +65,7 @@ def test_torch_graph_replay_equals_eager(torch, length, ragged, storage):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         extend(cache, static, counts, out=(out, lse))
-    cache.reset()  # capturing runs nothing, whatever the library did meanwhile
+    cache.reset()  # a capture runs nothing, so start from an empty cache
     for begin in range(0, history.length, length):
         tokens = history.tokens(begin, begin + length, move)
         for target, fresh in zip(static, tokens):
@@ -81,7 +81,8 @@ def test_torch_graph_replay_equals_eager(torch, length, ragged, storage):
 @pytest.mark.parametrize("length", [1, 4])
 @pytest.mark.usefixtures("uncollected")
 def test_the_first_step_is_captured_by_torch(torch, length):
-    """The cache is right eagerly before the graph is replayed, and when it is, whatever the graph's memory held."""
+    """The cache is right in eager calls before the replay, and in the replay, whatever the graph's memory held
+    before."""
     history = history_of(length, length=8 * length, window=2048, batch=4, kv_heads=4, heads=8)
     move = to("torch")
     expected = [history.cache(move)]
@@ -131,7 +132,7 @@ def test_the_first_step_is_captured_by_cupy():
             else:
                 for target, fresh in zip(static, tokens):
                     target[...] = fresh
-                for k in range(4, 22):  # into whatever the capture gave back to the pool
+                for k in range(4, 22):  # overwrite what the capture gave back to the pool
                     cupy.full((1 << k,), 0x7F7F7F7F, cupy.int32)
                 graph.launch(stream)
                 found = out
@@ -181,7 +182,7 @@ def test_commit_after_each_replay_of_an_attend(torch):
     history, move, rng = history_of(4, batch=3), to("torch"), np.random.default_rng(0)
     cache, eager, static = history.cache(move), history.cache(move), history.tokens(0, 4, move)
     cache.attend(*static)  # compiles
-    cache.attend(*history.tokens(0, 3, move))  # another shape gives up the arrays of the first
+    cache.attend(*history.tokens(0, 3, move))  # a call of another shape releases the arrays of the first
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         cache.attend(*static)
@@ -195,10 +196,10 @@ def test_commit_after_each_replay_of_an_attend(torch):
         assert torch.equal(cache.length, eager.length) and same(torch, cache, eager)
 
 
-# ---- nothing waits, nothing grows ----
+# ---- no synchronization, constant memory ----
 def every_call(cache, tokens, rows, bounds, counts, order):
-    """All that a decode loop does, on arrays that lie on the device. To be called one after the other: a stream takes
-    about a thousand kernels, and then waits for the first."""
+    """All calls of a decode loop, on device arrays. Call them one after the other: a stream queues about a thousand
+    kernels, and then blocks until the first has finished."""
     return [lambda: cache.extend(*tokens), lambda: cache.extend(*tokens, lengths=counts),
             lambda: cache.extend(*rows, cu_seqlens=bounds), lambda: cache.update(*tokens[1:]),
             lambda: cache.reorder(order), lambda: cache.kept().positions, lambda: cache.positions,
@@ -210,7 +211,7 @@ def every_call(cache, tokens, rows, bounds, counts, order):
 
 
 def results_of(calls, around=contextlib.nullcontext):
-    """What the calls return, each made inside a context of its own."""
+    """The results of the calls, each made inside its own context."""
     results = []
     for call in calls:
         with around():
@@ -262,10 +263,9 @@ def test_cupy_calls_do_not_wait(length):
     with cupy.cuda.Stream(non_blocking=True) as stream:
         results_of(every_call(history.cache(move), *arguments))  # compiles
         expected = results_of(every_call(history.cache(move), *arguments))
-        # Back into the stream's memory pool, whatever earlier tests left there: to allocate from the driver takes
-        # seconds on a busy GPU.
+        # Reserve memory in the stream's pool: allocating from the driver takes seconds on a busy GPU.
         cupy.cuda.alloc(64 << 20)
-        gc.collect()  # modules and graphs that earlier tests left: to unload one waits for the GPU
+        gc.collect()  # unload modules and graphs of earlier tests now, since unloading waits for the GPU
         stream.synchronize()
         results = results_of(every_call(cache, *arguments), functools.partial(held, stream.ptr))
     for a, b in zip(results, expected):
@@ -317,7 +317,7 @@ def test_memory_stays_the_same(torch):
     assert cache.length.tolist() == [52 * 65] * 2
 
 
-# ---- for ever ----
+# ---- unbounded length ----
 @pytest.mark.feature("cuda forward", "DynamicCache", "10^4 steps")
 @pytest.mark.parametrize(("sinks", "recent"), [(0, 0), (4, 60)])
 def test_the_kept_set_does_not_drift_in_100000_steps(torch, sinks, recent):

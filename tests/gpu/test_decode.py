@@ -1,5 +1,5 @@
-"""Decoding on a GPU, at sizes that fill it: the cache's step and few queries against a long history, against float64
-mathematics on the GPU; CUDA graphs; equal bits. Everything here is marked ``gpu``. Small odd shapes: test_cache.py and
+"""Decoding on a GPU at sizes that fill it: a cache's step, and few queries over a long history, compared with float64
+on the GPU; CUDA graphs; equal bits. Everything here is marked ``gpu``. Small odd shapes: test_cache.py and
 test_emulator_decode.py."""
 import numpy as np
 import pytest
@@ -48,7 +48,7 @@ def bits(array):
 
 
 def numbers(array):
-    """The bits of an array in which all NaN are alike."""
+    """The bits of an array, with all NaN made equal."""
     return bits(array.nan_to_num(nan=12345.0, posinf=float("inf"), neginf=-float("inf")))
 
 
@@ -79,7 +79,7 @@ def test_steps_of_large_caches(torch, shape, window, sinks, recent, dtype):
 
 @pytest.fixture(params=[True, False], ids=["clusters", "tickets"])
 def clusters(request, monkeypatch):
-    """Steps in clusters of blocks wherever possible, or nowhere."""
+    """Inside the context, steps use clusters of blocks wherever possible, or never."""
     if request.param and not cuda.runtime.hopper(0):
         pytest.skip("no clusters of blocks on this GPU")
     monkeypatch.setattr(step, "clusters_pay", lambda *_: request.param)
@@ -113,7 +113,7 @@ def test_steps_in_clusters_and_with_tickets(case, clusters):
         assert kept["num_splits"] == step.CLUSTER
 
 
-# Query heads of a kv head, and how many tokens a launch takes of them: 2 (8), 4 (4), 16 (1), 1 (8), of long rows 2 (4).
+# Query heads per kv head, in brackets the tokens that one launch takes: 2 (8), 4 (4), 16 (1), 1 (8), long rows 2 (4).
 @pytest.mark.parametrize("length", [2, 4, 8])
 @pytest.mark.parametrize(("shape", "window", "sinks", "recent", "delay", "dtype"), [
     ((1, 1064, 2, 1, 64), 1000, 0, 2, 0, "bfloat16"), ((3, 364, 8, 2, 128), 300, 4, 60, 0, "float16"),
@@ -122,7 +122,7 @@ def test_steps_in_clusters_and_with_tickets(case, clusters):
     ((1, 364, 16, 8, 128), 300, 0, 40, 50, "bfloat16")])
 def test_several_tokens_have_the_bits_of_single_ones(torch, clusters, length, shape, window, sinks, recent, delay,
                                                      dtype):
-    """With infinities and NaN in some keys and values, and of tokens that are attended to before they are appended."""
+    """Also with infinities and NaN in some keys and values, and with ``attend`` before ``commit``."""
     batch, n, _, kv_heads, size = shape
     q, k, v, scores = draw(torch, *shape, dtype=dtype)
     make = torch.Generator(device="cuda").manual_seed(1)
@@ -155,7 +155,7 @@ def test_several_tokens_have_the_bits_of_single_ones(torch, clusters, length, sh
 @pytest.mark.parametrize("length", [1, 4])
 @pytest.mark.parametrize("window", [300, (300, 90, 200, 7)], ids=["window", "windows"])
 def test_steps_of_some_sequences(torch, clusters, window, length):
-    """Each sequence has the bits that it has in a call for all."""
+    """Each sequence gets the same bits as in a call for all sequences."""
     q, k, v, scores = draw(torch, 6, 400, 8, 4, 64)
     cache = dma.DynamicCache(6, 4, window, 64, like=q, recent=2)
     cache.update(k[:, :320], v[:, :320], scores[..., :320])
@@ -177,7 +177,7 @@ def test_steps_of_some_sequences(torch, clusters, window, length):
 
 @pytest.mark.parametrize("length", [1, 3])
 def test_updates_in_clusters_and_with_tickets(length, clusters):
-    """Without queries."""
+    """``update``, which has no queries."""
     cupy = pytest.importorskip("cupy")
     history = History(dtype="float16", window=200, length=240, sinks=1, recent=2)
     cache = history.cache(cupy.asarray)
@@ -190,7 +190,7 @@ def test_updates_in_clusters_and_with_tickets(length, clusters):
 @pytest.mark.parametrize("length", [1, 4])
 @pytest.mark.parametrize("window", [150, (150, 9, 60, 20)], ids=["window", "windows"])
 def test_a_graph_of_a_step_replays(torch, clusters, window, length):
-    """One graph for every step, also while the cache fills; bits as without."""
+    """One graph for every step, also while the cache fills, with the bits of eager calls."""
     q, k, v, scores = draw(torch, 2, 400, 8, 4, 64)
     cache = dma.DynamicCache(2, 4, window, 64, like=q, recent=2)
     q1, k1, v1, s1 = (x[:, :length].clone() for x in (q, k, v, scores.transpose(1, 2)))
@@ -221,7 +221,7 @@ def test_a_graph_of_a_step_replays(torch, clusters, window, length):
 
 
 def test_many_steps_keep_the_right_keys(torch, clusters):
-    """Against the NumPy backend, at a rate of steps that finds races."""
+    """Against the NumPy backend, with steps in quick succession to expose races."""
     rng = np.random.default_rng(0)
     scores = np.round(rng.standard_normal((2, 3, 3000)), 1).astype(np.float32)
     for sinks, recent in ((0, 0), (2, 5)):
@@ -278,7 +278,7 @@ def test_few_queries_against_many_keys(torch, mask, queries):
 @pytest.mark.parametrize(("queries", "heads", "kv_heads", "head_dim"), [(264, 2, 1, 64), (65, 4, 4, 128),
                                                                          (30, 15, 3, 96)])
 def test_hundreds_of_queries_against_many_keys(torch, calls_of, queries, heads, kv_heads, head_dim, causal, is_hopper):
-    """As many as leave most of a GPU idle otherwise. Hopper's tiles are split up along their keys."""
+    """So few queries would leave most of a GPU idle; Hopper's tiles are split along their keys."""
     if is_hopper and not cuda.runtime.hopper(0):
         pytest.skip("no Hopper GPU")
     n, served = 5000, calls_of(flash_decode, "attention")
@@ -294,7 +294,7 @@ def test_hundreds_of_queries_against_many_keys(torch, calls_of, queries, heads, 
 
 
 def test_gradients_after_few_queries(torch):
-    """The backward pass takes out and lse of the kernel that shares keys out."""
+    """The backward pass works from out and lse of the split-KV kernel."""
     q, k, v, scores = draw(torch, 1, 2000, 4, 2, 64, 3, "float16")
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     out = dma.dynamic_mask_attention(q, k, v, scores, window=300)
@@ -307,11 +307,11 @@ def test_gradients_after_few_queries(torch):
         assert (ours.double() - theirs).abs().max() < 2e-2 * theirs.abs().max().clamp_min(1.0)
 
 
-SIZES = 50000, 24000, 50000, 35000, 50000  # 16 query heads of one kv head: more than 48 KiB, another amount for each
+SIZES = 50000, 24000, 50000, 35000, 50000  # 16/1 heads: shared memory above 48 KiB, each another size
 
 
 def test_attention_of_one_query_in_any_order_of_sizes(torch):
-    """Sizes share a function of the driver, which has to allow the most shared memory of all."""
+    """All sizes share one function of the driver, which must allow the largest amount of shared memory."""
     for n in SIZES:
         q, k, v, _ = draw(torch, 1, n, 16, 1, 128, queries=1)
         seen = torch.arange(n, device="cuda").expand(1, 1, n) > 0

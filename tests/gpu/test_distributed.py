@@ -1,4 +1,5 @@
-"""``cupy_dma.distributed`` over NCCL, a GPU for each rank: selection, outputs, gradients, no waiting, CUDA graphs."""
+"""``cupy_dma.distributed`` over NCCL, one GPU per rank: selection, outputs, gradients, no synchronization, CUDA
+graphs."""
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +16,7 @@ from tests.gpu import distributed_jobs as jobs  # noqa: E402
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 
 SEVERAL = [case for case in CASES if case.world > 1]
-CASES_ON_GPU = [  # in two shards, and in types that the kernels have
+CASES_ON_GPU = [  # cases with two shards and types that the kernels support
     replace(case, name=f"{case.name}-{dtype}", dtype=dtype, lengths=(sum(case.lengths[:-1]), case.lengths[-1]))
     for case, dtype in zip(SEVERAL, ["bfloat16", "float16"] * len(SEVERAL))]
 LONG = Case("long", lengths=(3000, 2600), dtype="bfloat16", batch=1, heads=16, kv_heads=8, head_dim=128, window=1024)
@@ -59,7 +60,7 @@ def test_same_bits_on_every_run(gpus, changes):
 
 
 def test_a_long_shard_is_one_process(gpus):
-    """Selection as integers against the selection of one GPU, at a size at which tiles have lists of their own."""
+    """The selected intervals equal those of one GPU, at a size where tiles have their own lists."""
     import cupy_dma as dma
 
     found = gpus.run(2, common.attend, LONG, "cuda")

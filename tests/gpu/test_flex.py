@@ -8,7 +8,7 @@ from tests.gpu.test_forward import converter, host
 from tests.oracle import cases
 from tests.oracle.cases import CASES
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::UserWarning")]  # of torch's compiler
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::UserWarning")]  # warnings of torch's compiler
 
 NAMES = ("bfloat16-D64", "float16-D3", "bfloat16-D128", "float32-D40", "float32-D64", "bfloat16-D256",
          "heads-6/2-top_w", "lengths-0x5-none", "lengths-33x129-causal", "lengths-129x33-top_w",
@@ -36,7 +36,7 @@ def test_backward(torch, case):
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("bias", ["full", "key_shared"])
 def test_fits_into_shared_memory(torch, dtype, head_dim, bias):
-    """A mask and a bias of pairs take room in shared memory beside keys and values, and a float32 bias most of all."""
+    """A dense mask and a dense bias need shared memory beside keys and values; a float32 bias needs most."""
     case = replace(next(case for case in CASES if case.name == "causal-and-dense"), name=f"{dtype}-{head_dim}-{bias}",
                    dtype=dtype, head_dim=head_dim, bias=bias, mask="dense" if bias == "full" else "top_w")
     cases.check(case, *cases.run(case, converter("torch"), backend="flex"))
@@ -115,14 +115,14 @@ def test_autograd_and_compile(torch):
 
 
 def test_the_streams_of_the_caller(torch):
-    """The backend works on CuPy's current stream, also where torch's is another."""
+    """The backend works on CuPy's current stream, even if torch's differs."""
     cupy = pytest.importorskip("cupy")
     q, k, v = (cupy.random.standard_normal((1, 300, h, 64), dtype=cupy.float32).astype(cupy.float16) for h in (4, 2, 2))
     expected = dma.attention(q, k, v, causal=True, backend="flex")
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         late = cupy.zeros_like(q)
-        for _ in range(200):  # keep the stream busy, so that work on another one would read zeros
+        for _ in range(200):  # keep the stream busy, so that work on another stream would read zeros
             late = late * 0
         late += q
         out = dma.attention(late, k, v, causal=True, backend="flex")

@@ -1,5 +1,5 @@
-"""The CUDA backend on a GPU: the forward grid, exact selection, and how it behaves towards streams, devices, graphs and
-allocators. Everything here is marked ``gpu``."""
+"""The CUDA backend on a GPU: the forward grid, exact selection, and its use of streams, devices, graphs and allocators.
+Everything here is marked ``gpu``."""
 import gc
 import itertools
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.gpu
 
 CUDA = Device("cuda", 0)
 FORWARD = [c for c in cases.CASES if c.dtype in ("float16", "bfloat16", "float32")]
-# Each case with one of the libraries, its neighbours with the other: both see all features of a call.
+# Cases alternate between the two libraries, so both see every feature of a call.
 BY_TURNS = pytest.mark.parametrize(("case", "name"), [(c, ("cupy", "torch")[i % 2]) for i, c in enumerate(FORWARD)],
                                    ids=str)
 
@@ -45,7 +45,7 @@ def draw_scores(torch, batch, heads, length, seed=1, device="cuda"):
     return torch.randn(batch, heads, length, generator=make, device=device)
 
 
-# ---- right ----
+# ---- correctness ----
 @pytest.mark.feature("cuda forward", "attention", "every case", but=("delay-", "float64-D"))
 @BY_TURNS
 def test_forward_grid(case, name):
@@ -69,7 +69,7 @@ def test_tiles_of_smaller_gpus(case, limit):
 
 
 def _sample_check(torch, q, k, v, mask, bias, out, lse, rows, softcap=0.0):
-    """Rows of a large problem against the oracle: each row is a problem of one query."""
+    """Check rows of a large problem against the oracle, each as a problem of one query."""
     lq, lk, heads, group = q.shape[1], k.shape[1], q.shape[2], q.shape[2] // k.shape[2]
     start = mask.start.expand(1, k.shape[2], lk) if mask is not None else None
     stop = mask.stop.expand(1, k.shape[2], lk) if mask is not None else None
@@ -185,7 +185,7 @@ def test_the_same_bits_every_time(torch):
         assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
 
 
-# ---- refused ----
+# ---- bad input ----
 def test_wide_types_are_refused():
     move = converter("cupy")
     x = move(np.ones((1, 4, 1, 8), np.float64))
@@ -195,7 +195,7 @@ def test_wide_types_are_refused():
         dma.IntervalMask.top_w(move(np.ones((1, 1, 4))), 2)
 
 
-# ---- well-behaved ----
+# ---- streams, devices, graphs and memory ----
 def chain(q, k, v, scores, window=100):
     return dma.dynamic_mask_attention(q, k, v, scores, window=window)
 
@@ -221,14 +221,14 @@ def test_torch_cuda_graph(torch):
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.usefixtures("uncollected")
 def test_kernels_that_come_early_wait_for_those_ahead(torch, monkeypatch, length, captured):
-    """A chain of calls each of which reads what the one before it wrote, in memory that others have given back; the
-    same as with every kernel launched when the device is idle."""
+    """A chain of calls, each reading the previous result, in recycled memory, gives the same as a chain whose kernels
+    each start on an idle device."""
     x, scores = draw(torch, length, length, 2, 2, 64)[0], draw_scores(torch, 1, 2, length)
 
     def calls():
         y, all_of_it = x, []
         for i in range(12):
-            y = 1.5 * y if i % 4 == 3 else chain(y, y, y, scores, window=30 + i)  # torch's kernel now and then
+            y = 1.5 * y if i % 4 == 3 else chain(y, y, y, scores, window=30 + i)  # sometimes a kernel of torch
             all_of_it.append(y.sum(2, keepdim=True))
         return torch.cat(all_of_it)
 
@@ -312,7 +312,7 @@ def test_torch_inputs_allocate_through_torch(torch):
 
 
 def test_memory_is_linear(torch):
-    """Extra device memory at H16/8, D128, w=2048: at most 1 GiB at N=131072, and twice the length takes twice that."""
+    """Extra device memory at H16/8, D128, w=2048: at most 1 GiB at N=131072, and twice that for twice the length."""
     def extra(n):
         q, k, v = draw(torch, n, n, 16, 8, 128)
         scores = draw_scores(torch, 1, 8, n)

@@ -1,4 +1,4 @@
-"""jax on a GPU: the same answers from the CUDA kernels, eager, jitted and in command buffers; streams and memory.
+"""jax on a GPU: correct results from the CUDA kernels, eager, jitted and in command buffers; streams and memory.
 Everything here is marked ``gpu``, and skipped where jax sees no GPU."""
 import functools
 import os
@@ -145,7 +145,7 @@ def test_vmap_scan_and_donation():
 
 
 def test_operands_that_are_slices():
-    """XLA may hand over a part of an array where it lies, at any multiple of its rows."""
+    """XLA may pass a slice of an array without copying it, at any multiple of its rows."""
     q, k, v, s = draw(n=301, size=3, dtype=jnp.float16)
 
     @jax.jit
@@ -157,7 +157,7 @@ def test_operands_that_are_slices():
 
 
 def test_work_is_in_the_order_of_the_stream():
-    """Inputs that are still being computed, results that are used at once, and calls that follow each other."""
+    """Inputs that are still being computed, results used immediately, and successive calls."""
     q, k, v, s = draw(n=4000)
 
     @jax.jit
@@ -202,7 +202,7 @@ def test_arrays_of_the_cpu_on_a_machine_with_a_gpu():
         out = jax.jit(dynamic)(*ours)
         assert out.device.platform == "cpu"
     committed = [jax.device_put(np.asarray(x), jax.devices("cpu")[0]) for x in (q, k, v, s)]
-    assert same(out, jax.jit(dynamic)(*committed))  # traced as for a GPU, run on the CPU
+    assert same(out, jax.jit(dynamic)(*committed))  # trace for a GPU, run on the CPU
     np.testing.assert_allclose(np.asarray(out), np.asarray(dynamic(q, k, v, s)), atol=2e-2)
 
 
@@ -221,7 +221,7 @@ def test_errors():
     programs.program_of = lambda *x: Broken(*x)
     try:
         with pytest.raises(jax.errors.JaxRuntimeError, match="the disk is full of keys"):
-            np.asarray(jax.jit(lambda *x: dynamic(*x))(q, k, v, s))  # traced anew, now and for no one else
+            np.asarray(jax.jit(lambda *x: dynamic(*x))(q, k, v, s))  # trace again, for this call alone
     finally:
         programs.program_of = program
     assert np.isfinite(np.asarray(jax.jit(dynamic)(q, k, v, s), np.float32)).all()
@@ -232,8 +232,8 @@ def test_errors():
                                    "--xla_gpu_enable_command_buffer=+CUSTOM_CALL --xla_gpu_graph_min_graph_size=1"],
                          ids=["without", "with"])
 def test_command_buffers(flags):
-    """In a process of its own: gradients of two layers, several times over with one input and then with another. A
-    command buffer is recorded anew where arrays lie elsewhere, and replayed without callbacks where they do not."""
+    """In a process of its own: gradients of two layers, repeatedly with one input and then with another. XLA records a
+    command buffer again if addresses change, and otherwise replays it without callbacks."""
     code = """
 import jax, jax.numpy as jnp, numpy as np, cupy_dma.jax as dj
 from cupy_dma.jax import programs

@@ -1,4 +1,4 @@
-"""Masks without a bound on a GPU: attention and gradients through keys in the order of their lifetimes."""
+"""Masks without a bound on a GPU: attention and gradients with keys sorted by lifetime."""
 from itertools import pairwise
 
 import numpy as np
@@ -48,7 +48,7 @@ def test_gradients(keys, queries, heads, head_dim, hopper, one_pass, name):
 @pytest.mark.parametrize("hopper", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_packed_sequences(hopper, head_dim):
-    """Outputs and gradients are those of each sequence in a call of its own: long ones, and several in a chunk."""
+    """Outputs and gradients equal those of a call per sequence, for long sequences and for several in a chunk."""
     bounds = [0, 700, 700, 5900, 6200, 10500]
     n, generator = bounds[-1], torch.Generator("cuda").manual_seed(3)
     q, dout = torch.randn(2, n, 4, head_dim, generator=generator, device="cuda").bfloat16()
@@ -74,7 +74,7 @@ def test_packed_sequences(hopper, head_dim):
 
 @pytest.mark.usefixtures("uncollected")
 def test_a_graph_replays_with_other_lifetimes():
-    """Its lists are made in it: eight times as many keys survive, or none."""
+    """The graph builds its lists itself: it replays with eight times as many surviving keys, and with none."""
     n, heads = 4096, 2
     generator = torch.Generator("cuda").manual_seed(0)
     q, k, v = (torch.randn(1, n, h, 64, generator=generator, device="cuda").bfloat16() for h in (4, heads, heads))

@@ -1,4 +1,4 @@
-"""Calls side by side: results do not depend on graphs, threads, streams or on which call came first."""
+"""Concurrent calls: results do not depend on graphs, threads, streams or the order of calls."""
 import gc
 import os
 import random
@@ -56,7 +56,7 @@ def test_a_mask_in_two_graphs(warm, second_alone):
     pool, mask = poisoned_pool(), dma.IntervalMask.top_w(scores, W)
     if warm:
         dma.attention(*a, mask=mask)
-        for i in range(40):  # what the graph reads outlives what the mask forgets
+        for i in range(40):  # lists that the mask has evicted stay alive for the graph
             dma.attention(a[0][:, :N - i], *a[1:], mask=mask)
     torch.cuda.synchronize()
     graphs, outs = [torch.cuda.CUDAGraph() for _ in range(2)], []
@@ -92,7 +92,7 @@ def test_an_eager_call_on_the_stream_of_a_capture():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_captured_training_step(dtype):
-    """Of a mask that was never used before, and of scores; the forward and the backward in one graph."""
+    """Forward and backward in one graph, for a mask that was never used before, and from scores."""
     rows, scores = [x.to(dtype).detach().requires_grad_() for x in draw()], draw_scores().requires_grad_()
     mask = dma.IntervalMask.top_w(scores.detach(), W)
     torch.cuda.synchronize()
@@ -104,7 +104,7 @@ def test_a_captured_training_step(dtype):
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # torch's own first calls; another mask, so that ours has no lists
+    with torch.cuda.stream(stream):  # warm torch up with another mask, so that this one has no lists
         expected = [x.clone() for x in step(dma.IntervalMask.top_w(scores.detach(), W))]
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -134,7 +134,7 @@ print("right")
 
 
 def run_alone(program: str, **environment: str) -> None:
-    """In a process of its own, which must print "right"."""
+    """Run in a process of its own, which must print "right"."""
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=300,
                           env={**os.environ, **environment})
     assert done.returncode == 0 and done.stdout.strip().endswith("right"), done.stdout + done.stderr
@@ -187,13 +187,13 @@ def test_memory_of_cupy_graphs_is_let_go():
             used.append(pool.used_bytes())
             del graph
             gc.collect()
-            time.sleep(0.01)  # the driver tells from a thread of its own
+            time.sleep(0.01)  # the driver notifies from its own thread
     assert max(used[10:]) <= max(used[:10])
 
 
 # ---- threads and streams ----
 def in_threads(count: int, work: Any) -> None:
-    """``work(number)`` in this many threads; the first error is raised here."""
+    """Run ``work(number)`` in this many threads and raise the first error."""
     errors: list[BaseException] = []
 
     def run(number: int) -> None:
@@ -277,7 +277,7 @@ def test_the_default_stream_of_each_thread():
 
 
 def test_what_a_call_makes_is_freed_by_its_backward():
-    """While the loss is referenced; lists, mask and scores are saved through autograd."""
+    """Even while the loss is referenced: autograd saves lists, mask and scores."""
     rows, scores = draw(16384, grad=True), draw_scores(16384).requires_grad_()
 
     def allocated() -> float:
@@ -320,7 +320,7 @@ def test_stress(seconds):
             while time.monotonic() < end:
                 i = rng.randrange(len(kinds))
                 (x, scores, _), what = kinds[i], rng.randrange(6)
-                if what == 0:  # a fresh mask for everyone
+                if what == 0:  # a new mask for all threads
                     fresh = dma.IntervalMask.top_w(scores, W)
                     stream.synchronize()
                     masks[i][0] = fresh
@@ -356,7 +356,7 @@ def test_stress(seconds):
 
 
 def test_memory_is_flat_over_many_shapes():
-    """Host and device, over lengths that are never used again."""
+    """Memory of host and device stays constant over lengths that never repeat."""
     import resource
 
     x, scores = draw(4096, grad=True), draw_scores(4096)
@@ -376,5 +376,5 @@ def test_memory_is_flat_over_many_shapes():
         gpu.append(torch.cuda.memory_allocated() / 2**20)
     half = count // 2
     assert max(gpu[half:]) <= max(gpu[:half]) + 8
-    if count >= 2000:  # caches are full after 1024 kinds
+    if count >= 2000:  # caches are full after 1024 shapes
         assert rss[-1] - rss[-500] < 20

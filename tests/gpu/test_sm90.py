@@ -1,6 +1,6 @@
-"""The Hopper forward (kernels/sm90) on a GPU that has it: the same grid as the portable kernels, whether it pays or
-not, and that no run differs from another. Some of it
-also runs on the emulator, from tests/emulator/tests/test_sm90.py with a ``device`` and lengths of its own."""
+"""The Hopper forward (kernels/sm90) on a Hopper GPU: the grid of the portable kernels, even where the library would not
+use it, and equal bits in every run. Some of it also runs on the emulator, from tests/emulator/tests/test_sm90.py with a
+``device`` and lengths of its own."""
 import itertools
 from contextlib import ExitStack
 
@@ -39,8 +39,8 @@ def device():
 
 @pytest.fixture
 def everything(torch, calls_of):
-    """Every call that the kernel can serve goes to it, with the tile that is asked for; returns how many did."""
-    with fresh(), ExitStack() as stack:  # a test may enter other contexts before it chooses, and leaves them first
+    """Run every call that the kernel supports in it, with the requested tile; returns their number."""
+    with fresh(), ExitStack() as stack:  # contexts that the test enters end before this one
         def choose(tile, head_dims):
             stack.enter_context(taken(tile, head_dims))
             return calls_of(sm90, "attention")
@@ -67,18 +67,18 @@ def outside(torch, length, window, device):
 
 
 def lse_bound(q, bias):
-    """A sum begins at the bias and is cut off to 24 bits after every 16 products: more than the 16 halves of the last
-    bit that reference.py allows where D > 64."""
+    """A sum starts at the bias and is truncated to 24 bits after every 16 products. For D > 64 that exceeds the 16 half
+    units of the last bit that reference.py allows."""
     return (q.shape[-1] / 16 + 4) * 2**-23 * bias.abs().max() + 1e-5
 
 
 def check_close(found, expected):
-    """As another kernel: within a rounding of bfloat16."""
+    """Equal to another kernel's result within a rounding of bfloat16."""
     assert (found.float() - expected.float()).abs().max() <= 2**-7 * expected.float().abs().max()
 
 
 def thirds(chosen, tiles):
-    """Each case with every third tile, neighbouring cases with others: each tile sees all features of a call."""
+    """Every third tile for each case, shifted from case to case, so each tile sees all features of a call."""
     pairs = [(case, tile) for i, case in enumerate(chosen) for j, tile in enumerate(tiles) if (i + j) % 3 == 0]
     return pytest.mark.parametrize(("case", "tile"), pairs, ids=[f"{case}-{tile}" for case, tile in pairs])
 
@@ -95,7 +95,7 @@ def test_forward_grid(case, tile, everything):
                                      ("192x64", "queries_map", ("top_w", "causal")))
     for case in FORWARD if case.mask in masks], ids=str)
 def test_without_the_copy_engine(tile, name, case, everything, monkeypatch):
-    """For contiguous keys, and for queries."""
+    """Contiguous keys and queries, loaded without TMA."""
     everything(*TILES[tile])
     monkeypatch.setattr(sm90, name, lambda *arguments: None)
     cases.check(case, *cases.run(case, converter("torch")))
@@ -106,9 +106,9 @@ def test_without_the_copy_engine(tile, name, case, everything, monkeypatch):
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 @pytest.mark.parametrize("slope", [0.05, 0.4, 3.0, -0.4])
 def test_logits_that_rise_and_fall(slope, softcap, masked, tile, everything, torch, device):
-    """The exponentials' reference must follow them: now and then, in every block (where the slope is 3 only after their
-    sum has overflowed), or never after the first. Also in the first block of a tile, whose first keys set it, while the
-    tile before has not been written yet."""
+    """The reference of the exponentials must follow the logits: sometimes, in every block (at slope 3 only once their
+    sum has overflowed), or never after the first. The first block of a tile sets a new reference while the previous
+    tile has not been written yet."""
     served, length, window = everything(*TILES[tile]), 1000, 300
     q, k, v = draw(torch, length, length, 2, 1, TILES[tile][1][-1], device=device)
     bias = slope * torch.arange(length, device=device, dtype=torch.float32).expand(1, 1, length)
@@ -129,7 +129,7 @@ def test_logits_that_rise_and_fall(slope, softcap, masked, tile, everything, tor
 @pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize("largest", [0.2, 0.45, 3.0])
 def test_softcaps_of_small_and_large_products(largest, masked, everything, torch, device):
-    """In units of the softcap: up to a quarter and to a half of it, its curve is a polynomial."""
+    """Logits up to a quarter and up to a half of the softcap use polynomials; larger ones do not."""
     served, length, cap = everything(*TILES["192x64"]), 500, 20.0
     q, k, v = draw(torch, length, length, 2, 1, 64, device=device)
     products = torch.einsum("qhd,kd->hqk", q[0].double(), k[0, :, 0].double())
@@ -146,8 +146,8 @@ def test_softcaps_of_small_and_large_products(largest, masked, everything, torch
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("masked", [True, False])
 def test_softcaps_of_products_that_change(masked, tile, everything, torch, device):
-    """Within a tile: the polynomial that holds for its first keys does not for later ones, once or twice; or the first
-    ones are the largest."""
+    """Within a tile, later keys need another polynomial than the first ones, once or twice; or the first keys have the
+    largest logits."""
     served, length, cap, sizes = everything(*TILES[tile]), 1000, 20.0, (0.2, 0.2, 0.45, 0.2, 3.0, 0.2, 0.45, 0.45)
     q, k, v = draw(torch, length, length, 2, 1, TILES[tile][1][-1], device=device)
     scale = q.shape[-1] ** -0.5
@@ -161,14 +161,14 @@ def test_softcaps_of_products_that_change(masked, tile, everything, torch, devic
     assert served
     assert (out[0].double() - expected).abs().max() < 2**-7 * v.abs().max()
     assert (lse[0].double() - expected_lse).abs().max() < 2**-19 * cap
-    assert torch.equal(out[:, 0], v[:, 0].expand_as(out[:, 0]))  # who sees one key has its value
+    assert torch.equal(out[:, 0], v[:, 0].expand_as(out[:, 0]))  # a query that sees one key gets its value
 
 
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("masked", [True, False])
 def test_softcaps_of_values_near_the_largest(masked, tile, everything, torch, device):
-    """Exponentials that are not relative to a row's maximum would make its sums overflow: those of all rows, of one, or
-    where the keys that set the running max are not the ones that matter."""
+    """Sums would overflow if exponentials were not relative to the row's maximum: in all rows, in one row, or where
+    other keys than the relevant ones set the running maximum."""
     served, length, cap = everything(*TILES[tile]), 700, 20.0
     for lowest, factor, logit, step in ((7.0, 2.0**114, 1.0, 0.0), (0.0, 2.0**112, 4.0, 0.0),
                                         (-2.0, 2.0**114, 1.0, 11.0)):
@@ -186,7 +186,7 @@ def test_softcaps_of_values_near_the_largest(masked, tile, everything, torch, de
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_tiles_of_one_block(head_dim, torch):
-    """Blocks of the grid that go from one tile of one block to the next wait for nobody."""
+    """CTAs that process several tiles of one key block each do not wait for others."""
     q, k, v = draw(torch, 40000, 40000, 4, 2, head_dim)
     mask = dma.IntervalMask.sliding_window(40000, 20, like=q)
     out = dma.attention(q, k, v, mask=mask)
@@ -199,7 +199,7 @@ def test_tiles_of_one_block(head_dim, torch):
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("biased", [True, False])
 def test_lists_of_every_length(biased, tile, everything, torch, device, every=1):
-    """Full and partial keys around the ends of blocks: unseen keys and places without a key must not count. ``every``:
+    """Full and partial keys around block boundaries: invisible keys and empty places must not count. ``every``: tests
     one in so many pairs of lengths."""
     lengths = [*itertools.product((0, 1, 31, 32, 33, 63, 64, 65, 128, 150), (0, 1, 31, 32, 33, 64, 100))][::every]
     served, length, queries = everything(*TILES[tile]), 400, 40
@@ -223,7 +223,7 @@ def test_lists_of_every_length(biased, tile, everything, torch, device, every=1)
         assert torch.equal(lse[0] > -torch.inf, seen), (full, partial)
         assert ((lse[0].double() - expected_lse)[seen].abs() < 1e-4).all(), (full, partial)
 
-        if partial:  # the second half of the queries does not see it
+        if partial:  # invisible to the second half of the queries
             values[0, order[full + partial - 1], 0, 0] = torch.inf
             poisoned = dma.attention(q, keys, values, mask=mask, bias=bias)
             assert torch.equal(poisoned[:, queries // 2:], out[:, queries // 2:]), (full, partial)
@@ -232,7 +232,8 @@ def test_lists_of_every_length(biased, tile, everything, torch, device, every=1)
 
 
 def test_the_copy_engine_reads_views(torch):
-    """Heads before rows, slices of heads and columns; an expanded batch is gathered, in another order of keys."""
+    """TMA reads layouts with heads before rows, and slices of heads and columns; an expanded batch is gathered instead,
+    with keys in another order."""
     q = torch.randn(2, 6000, 8, 128, device="cuda").bfloat16()
     wide = torch.randn(2, 4, 6000, 256, device="cuda").bfloat16()
     for k, v in ((wide[..., :128].transpose(1, 2), wide[..., 128:].transpose(1, 2)),
@@ -246,7 +247,7 @@ def test_the_copy_engine_reads_views(torch):
 @pytest.mark.parametrize("tile", [name for name, (tile, _) in TILES.items() if tile.block_m == 128])
 @pytest.mark.parametrize(("masked", "biased"), [(True, False), (False, True), (True, True)])
 def test_keys_that_follow_each_other(masked, biased, tile, everything, torch, monkeypatch, device, length=1001):
-    """TMA loads them in the order of gathered ones: the same bits, whatever lists leave out."""
+    """TMA loads runs of consecutive keys in the order of gathered ones, so bits are equal for all lists."""
     _, head_dims = TILES[tile]
     served, boxes = everything(*TILES[tile]), []
     for head_dim in (head_dims[0] + 7, (head_dims[0] + head_dims[-1]) // 2 // 8 * 8, head_dims[-1]):
@@ -268,7 +269,7 @@ def test_keys_that_follow_each_other(masked, biased, tile, everything, torch, mo
 
 @pytest.fixture
 def poison(torch):
-    """A function that fills all shared memory with a number that is no key's, for the next kernel to find."""
+    """A function that fills all shared memory with a value that no key has, before the next kernel runs."""
     import cupy
 
     size = cupy.cuda.Device().attributes["MaxSharedMemoryPerBlockOptin"]
@@ -283,7 +284,7 @@ def poison(torch):
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_a_dense_bias_of_short_blocks(head_dim, everything, poison, torch, device):
-    """A list's last block has few keys: what the others' places hold from before is not taken for keys."""
+    """A list's last block has few keys; stale contents of its other places must not count as keys."""
     served, length, queries = everything(*TILES["128x128"]), 400, 40
     q, k, v = draw(torch, queries, length, 2, 1, head_dim, device=device)
     bias = torch.randn(1, 2, queries, length, device=device).to(q.dtype)
@@ -302,7 +303,7 @@ def test_a_dense_bias_of_short_blocks(head_dim, everything, poison, torch, devic
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_dense_bias_where_the_kernel_pays(head_dim, poison, torch, calls_of, fresh_programs):
-    """Tiles for such a bias, whatever hides keys."""
+    """A dense bias uses its tiles, with every kind of mask."""
     length, served = 2304, calls_of(sm90, "attention")
     q, k, v = draw(torch, length, length, 16, 8, head_dim)
     bias = torch.randn(1, 16, length, length, device="cuda").to(q.dtype)
@@ -324,7 +325,7 @@ def test_dense_bias_where_the_kernel_pays(head_dim, poison, torch, calls_of, fre
                                             if name != "dense bias" or TILES[tile][0].block_m == 128])
 def test_the_same_bits_however_tiles_are_dealt_out(name, tile, everything, torch, device, heads=schedule_cases.HEADS,
                                                    sm_counts=(1, 2, 3, 4, 5, 7, 31, 132), length=1003):
-    """One SM takes whole tiles; several take some of these, and splits of the last ones."""
+    """One SM processes whole tiles; several SMs process whole tiles and splits of the last ones."""
     served = everything(*TILES[tile])
     for group in heads:
         problem = name, *group, TILES[tile][1][-1], lambda x: torch.tensor(x, device=device), None, length
@@ -348,8 +349,7 @@ def test_the_same_bits_however_tiles_are_dealt_out(name, tile, everything, torch
                                             if name != "dense bias" or TILES[tile][0].block_m == 128])
 def test_tiles_split_up_along_their_keys(name, tile, everything, torch, device, heads=schedule_cases.HEADS,
                                          sm_counts=(3, 7, 20, 31, 132), length=1003):
-    """Behind whole tiles or without any; into a few splits or into many, some of which have no keys. Twice the same
-    bits."""
+    """After whole tiles or without any; into few or many splits, some without keys. Two runs give the same bits."""
     everything(*TILES[tile])
     found = set()
     for group in heads:
@@ -364,7 +364,7 @@ def test_tiles_split_up_along_their_keys(name, tile, everything, torch, device, 
                 assert torch.equal(ours.view(torch.int16), others.view(torch.int16))
             torch.testing.assert_close(results[0], expected[0], rtol=0, atol=2**-8, equal_nan=True)
             torch.testing.assert_close(results[1], expected[1], rtol=0, atol=1e-4)
-    whole = "sequences" in name or "all tiles" in name  # how many keys a query sees is not known
+    whole = "sequences" in name or "all tiles" in name  # the number of keys per query is not known
     assert found == {1} if whole else max(found) > 2
 
 
@@ -372,7 +372,7 @@ def test_tiles_split_up_along_their_keys(name, tile, everything, torch, device, 
                                             if TILES[tile][0].block_m == 192 and name != "dense bias"])
 def test_a_last_round_of_lower_tiles(name, tile, everything, torch, device, heads=schedule_cases.HEADS,
                                      sm_counts=(4, 6, 14, 16, 26, 32, 48), length=1003):
-    """Behind whole tiles or without any, as many as SMs or fewer. Keys of lists come in another order."""
+    """After whole tiles or without any, as many tiles as SMs or fewer. The order of keys in lists changes."""
     everything(*TILES[tile])
     found = set()
     for group in heads:
@@ -393,7 +393,8 @@ def test_a_last_round_of_lower_tiles(name, tile, everything, torch, device, head
 @pytest.mark.parametrize("sms", [10, 12])
 @pytest.mark.parametrize("tile", [tile for tile in TILES if TILES[tile][0].block_m == 192])
 def test_short_tail_tiles_of_the_last_queries(tile, sms, everything, torch, device, length=1003, queries=700):
-    """All and the last of 8 tiles, whose positions are not those of their rows; batches with masks of their own."""
+    """Short tiles for all of 8 tiles and for the last one, with positions that differ from row numbers, and one mask
+    per batch entry."""
     everything(*TILES[tile])
     q, k, v = draw(torch, queries, length, 2, 1, TILES[tile][1][-1], device=device, batch=2)
     scores = torch.randn(2, 1, length, device=device)
@@ -417,7 +418,7 @@ def test_forward_grid_in_splits(case, tile, everything):
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize(("biased", "sms"), [(True, 2), (True, 3), (False, 3)])
 def test_splits_of_lists_of_every_length(biased, sms, tile, everything, torch, device, every=1):
-    """There is one tile. Splits have full keys, partial ones, both or none."""
+    """One tile, whose splits have full keys, partial ones, both or none."""
     with schedule_cases.num_sms(sms, split=True) as splits:
         test_lists_of_every_length(biased, tile, everything, torch, device, every)
     assert set(splits) == {sms}
@@ -426,16 +427,16 @@ def test_splits_of_lists_of_every_length(biased, sms, tile, everything, torch, d
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("slope", [0.05, 3.0, -0.4])
 def test_splits_of_logits_that_rise_and_fall(slope, tile, everything, torch, device, softcap=0.0):
-    """Splits without visible keys beside others; rows that see nothing in some splits, or in all."""
+    """Some splits have no visible keys; some rows see no key in some splits, or in all."""
     everything(*TILES[tile])
     length, queries = 1000, 60
     q, k, v = draw(torch, queries, length, 2, 1, TILES[tile][1][-1], device=device)
     bias = slope * torch.arange(length, device=device, dtype=torch.float32).expand(1, 1, length)
     start, stop = (torch.zeros(length, dtype=torch.int32, device=device) for _ in range(2))
-    stop[:300], stop[600:] = length - queries // 2, length - queries // 4  # positions of queries are the last ones
+    stop[:300], stop[600:] = length - queries // 2, length - queries // 4  # queries have the last positions
     bad = k.clone(), v.clone()
     for rows in bad:
-        rows[:, 300:600] = torch.nan  # which nobody sees
+        rows[:, 300:600] = torch.nan  # invisible keys
     masks = None, dma.IntervalMask._make(library_named("torch"), start, stop, Hints(bound=(700, 0)))
     position = torch.arange(length - queries, length, device=device)
     for mask, sms in itertools.product(masks, (3, 8)):
@@ -455,8 +456,8 @@ def test_splits_of_logits_that_rise_and_fall(slope, tile, everything, torch, dev
 @pytest.mark.parametrize("masked", [False, True], ids=["causal", "lists"])
 def test_heads_that_do_not_fit_into_l2(masked, tile, everything, torch, monkeypatch, device, heads=(10, 5),
                                        sm_counts=(1, 2, 3, 5, 7, 13, 132), length=700, split_on=13):
-    """In as many sections as there may be: the last rounds of most have tiles for some multiprocessors only. And tiles
-    of the last round split along their keys."""
+    """With the maximum number of sections, most of whose last rounds have tiles for some SMs only; and with tiles of
+    the last round split along their keys."""
     served, head_dim = everything(*TILES[tile]), TILES[tile][1][-1]
     rotations, rotation = [], sm90_schedule._rotation
     monkeypatch.setattr(sm90_schedule, "_rotation", lambda *facts: rotations.append(rotation(*facts)) or rotations[-1])
@@ -532,14 +533,14 @@ def test_a_bias_that_a_tiny_scale_would_make_infinite(torch, everything, device)
     everything(*TILES["128x128"])
     q, k, v = draw(torch, 200, 200, 2, 1, 64, device=device)
     bias = torch.randn(1, 1, 200, device=device)
-    weights = torch.softmax(bias[0, 0], 0)  # the products vanish beside it
+    weights = torch.softmax(bias[0, 0], 0)  # products are negligible compared to the bias
     out = dma.attention(q, k, v, bias=bias, scale=1e-38)
     assert (out.float() - weights @ v[0, :, 0].float()).abs().max() < 1e-2
 
 
 @pytest.mark.parametrize("dense", [False, True])
 def test_same_bits_on_every_run(torch, dense):
-    """A race between copies, products and the writing of tiles would show as a difference sooner or later."""
+    """A race between copies, products and stores of tiles would eventually change bits."""
     q, k, v = draw(torch, 8000, 8000, 16, 8, 128)
     scores = draw_scores(torch, 1, 8, 8000)
     if dense:
@@ -555,7 +556,7 @@ def test_same_bits_on_every_run(torch, dense):
 
 
 def visible_of(torch, kind, length, device):
-    """A mask and who sees whom: (B, 1, Lq, Lk)."""
+    """A mask and its visible pairs (B, 1, Lq, Lk)."""
     if kind == "lists":
         mask = dma.IntervalMask.top_w(draw_scores(torch, 2, 1, length, device=device), 60)
         return mask, mask.to_dense(length)
@@ -569,8 +570,8 @@ def visible_of(torch, kind, length, device):
                                             for tile in TILES if "bits" not in kind or TILES[tile][0].block_m == 128])
 def test_nonfinite_values_reach_only_queries_that_see_them(kind, tile, everything, torch, device,
                                                            sm_counts=(1, 3, 132), length=700, split=False):
-    """A CTA that finds one in an output begins again with its first tile, and looks at values. In the second batch
-    there is none."""
+    """A CTA that finds a non-finite output recomputes all its tiles and checks values. The second batch entry has
+    none."""
     served = everything(*TILES[tile])
     q, k, v = draw(torch, length, length, 4, 2, TILES[tile][1][-1], batch=2, device=device)
     mask, visible = visible_of(torch, kind, length, device)
@@ -593,6 +594,6 @@ def test_nonfinite_values_reach_only_queries_that_see_them(kind, tile, everythin
 
 @pytest.mark.parametrize("tile", TILES)
 def test_values_that_are_not_finite_in_splits_of_tiles(tile, everything, torch, device):
-    """Some blocks of the grid begin again, others that have splits of the same tiles do not."""
+    """Some CTAs recompute their tiles while others with splits of the same tiles do not."""
     test_nonfinite_values_reach_only_queries_that_see_them("lists", tile, everything, torch, device,
                                                                        (31, 132), split=True)

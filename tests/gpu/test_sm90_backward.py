@@ -1,6 +1,6 @@
-"""The Hopper gradients (kernels/sm90/backward_*.cu) on a GPU that has them, in two passes and in one: the grids, beside
-the portable kernels' on long calls, and the same bits on every run, also on few SMs beside other work. Everything here
-is marked ``gpu``."""
+"""The Hopper gradients (kernels/sm90/backward_*.cu) on a Hopper GPU, in two passes and in one: the grids, long calls
+against the portable kernels, and equal bits on every run, also on few SMs beside other work. Everything here is marked
+``gpu``."""
 from unittest import mock
 
 import pytest
@@ -26,7 +26,7 @@ def torch():
 
 
 def tiles(torch, length):
-    """A dense mask of squares of 128, an eighth of all, which makes one super-tile."""
+    """A dense mask with an eighth of its 128 x 128 tiles visible, which makes one super-tile."""
     seen = torch.rand(1, 1, -(-length // 128), -(-length // 128), device="cuda") < 0.125
     return seen.repeat_interleave(128, 2).repeat_interleave(128, 3)[:, :, :length, :length].contiguous()
 
@@ -83,7 +83,7 @@ def test_as_the_portable_kernel(torch, kind, head_dim, dtype, one_pass):
     ("lists", 24, (4, 4)), ("lists", 64, (4, 2)), ("softcap", 96, (6, 2)), ("increasing", 128, (8, 2)),
     ("lists", 128, (4, 2))])
 def test_stored_ds(torch, kind, head_dim, heads, dtype, fresh_programs):
-    """As by the query pass; the same bits in chunks and on few SMs, 50 times."""
+    """Gradients from stored dS match the query pass, with equal bits in chunks and on few SMs, 50 times."""
     arguments, options = problem(torch, kind, head_dim, 4000, *heads, dtype=getattr(torch, dtype))
     with schedule_cases.hopper_gradients(False):
         expected = attention_backward(*arguments, **options)
@@ -110,10 +110,10 @@ def test_stored_ds(torch, kind, head_dim, heads, dtype, fresh_programs):
 @pytest.mark.parametrize(("kind", "head_dim"), [("lists", 64), ("lists", 128), ("lists", 256), ("dense", 128),
                                                ("causal", 64), ("causal", 128)])
 def test_the_same_bits_beside_other_work(torch, kind, head_dim, num_sms, one_pass):
-    """200 repeats, with CTAs that take many tiles or few, starved now and then by copies on another stream. In one
-    pass the gradient of the queries has the same bits up to the order of its additions."""
+    """200 repeats, with many or few tiles per CTA, sometimes slowed down by copies on another stream. In one pass dq
+    may differ by the order of its additions."""
     arguments, options = problem(torch, kind, head_dim, length=2000)
-    with schedule_cases.num_sms(num_sms):  # on which query splits depend
+    with schedule_cases.num_sms(num_sms):  # query splits depend on it
         first = attention_backward(*arguments, **options)
     stream, ballast = torch.cuda.Stream(), torch.randn(2**24, device="cuda")
     torch.cuda.synchronize()

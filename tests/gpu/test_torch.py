@@ -1,4 +1,5 @@
-"""The torch side on CUDA tensors: what the tests on CPU tensors cannot see. Everything here is marked ``gpu``."""
+"""The torch functions and layers on CUDA tensors: what tests on CPU tensors cannot check. Everything here is marked
+``gpu``."""
 import copy
 
 import numpy as np
@@ -24,7 +25,7 @@ def draw(n=300, heads=4, kv_heads=2, size=64, dtype=torch.bfloat16):
 
 
 def dynamic(q, k, v, s):
-    """Deterministic, as gradients are compared bit by bit."""
+    """Deterministic, because tests compare gradients bit by bit."""
     return dma.dynamic_mask_attention(q, k, v, s, window=50, softcap=5.0, deterministic=True)
 
 
@@ -124,8 +125,8 @@ def test_what_the_kernels_are_tested_with(how, besides):
 @pytest.mark.parametrize("graphed", [False, True])
 @torch.no_grad()
 def test_decoding_is_forward(graphed):
-    """A prompt padded on the left, then single tokens, in one CUDA graph or not. The window keeps every key, as the
-    selection of rounded scores would not be that of exact ones."""
+    """A prompt padded on the left, then single tokens, with or without one CUDA graph. The window keeps every key,
+    because rounded scores could select others than exact ones."""
     module = DynamicMaskSelfAttention(256, 4, 2, 64, qk_norm=True, slope=(0.02, -0.01), device="cuda",
                                       dtype=torch.bfloat16)
     torch.nn.init.normal_(module.attention.A, std=0.1)

@@ -39,13 +39,13 @@ def gradients(model, x):
 
 
 def close(found, expected):
-    """Within the rounding of other kernels around the same attention."""
+    """Equal within the roundings of different kernels around the same attention."""
     for a, b in zip(found, expected):
         assert (a - b).norm() <= 0.05 * b.norm() + 1e-6
 
 
 def test_reduce_overhead():
-    """torch.compile's CUDA graphs around the operators: the bits of the eager call, in every replay."""
+    """torch.compile's CUDA graphs around the operators give the bits of the eager call in every replay."""
     shapes = (BATCH, N, 4, 64), (BATCH, N, 2, 64), (BATCH, N, 2, 64)
     inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_() for shape in shapes]
     inputs.append(torch.randn(BATCH, 2, N, device="cuda").requires_grad_())
@@ -66,7 +66,7 @@ def test_reduce_overhead():
 
 
 def test_reduce_overhead_of_layers():
-    """Three training steps; the window keeps every key, as rounded scores may rank keys otherwise."""
+    """Three training steps; the window keeps every key, because rounded scores may rank keys differently."""
     model, x = layers(), torch.randn(BATCH, 40, WIDTH, device="cuda")
     compiled = torch.compile(model, fullgraph=True, mode="reduce-overhead")
     for _ in range(3):
@@ -86,7 +86,7 @@ def test_graphed_callables_of_a_block():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_whole_step_in_one_graph(dtype):
-    """Forward, backward and AdamW: the losses of eager steps on the same batches."""
+    """Forward, backward and AdamW in one graph give the losses of eager steps on the same batches."""
     batches = torch.randn(8, BATCH, N, WIDTH, device="cuda", dtype=dtype)
     eager = layers(dtype=dtype)
     graphed = copy.deepcopy(eager)
@@ -126,7 +126,7 @@ def test_a_whole_step_in_one_graph(dtype):
 
 @pytest.mark.parametrize("how", ["attention", "block"])
 def test_checkpoints(how):
-    """The same keys are selected again: the same bits, but for sums of matrix products."""
+    """Recomputation selects the same keys, so bits are equal except for sums of matrix products."""
     from torch.utils.checkpoint import checkpoint
 
     model, x = layers(), torch.randn(BATCH, N, WIDTH, device="cuda")
@@ -141,7 +141,7 @@ def test_checkpoints(how):
         close(gradients(run, x), expected)
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # of NCCL, on its devices
+@pytest.mark.filterwarnings("ignore::UserWarning")  # NCCL warns about its devices
 def test_the_documentation_runs():
     """Every Python block of docs/training.md: a captured step, and FSDP2 on one GPU."""
     names = run_page("training.md", gpu=True)

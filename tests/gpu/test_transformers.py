@@ -37,10 +37,10 @@ def results(model, given, real):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("how", ["plain", "left", "packed"])
 def test_forward_and_backward(name, how):
-    """bfloat16, with the float32 model on the CPU as truth: at most twice eager's distance, three times for gradients,
-    each as a norm, as single weights differ by which keys are kept at a rounding. Of three batches together, and of
-    eager the larger of those on the GPU and on the CPU: the gradient of a router's bias has four numbers, of which one
-    draw can be near the truth by chance.
+    """bfloat16 against the float32 model on the CPU: the norm of the error is at most twice eager's (gradients: three
+    times). Single weights may differ more, because roundings change which keys are kept. Errors are summed over three
+    batches, and eager's is the larger of GPU and CPU: the gradient of a router's bias has only four numbers, which can
+    be close by chance.
     """
     options = {} if name != "doge" else {"keep_window_size": 40}
     ours = model_of(name, **options)
@@ -128,7 +128,7 @@ def test_a_step_follows_the_rows_of_its_cache(change, rows):
     torch.testing.assert_close(step(ids[:, 60:61]), one_call(model, ids[:, 60:61], other), rtol=0, atol=1e-4)
     for each in (cache, other):
         change(each)
-    stale = [torch.ones(1 << k, device="cuda") for k in range(8, 22)]  # where memory was freed
+    stale = [torch.ones(1 << k, device="cuda") for k in range(8, 22)]  # overwrite freed memory
     for place in range(61, 65):
         token = ids[rows, place:place + 1]
         torch.testing.assert_close(step(token), one_call(model, token, other), rtol=0, atol=1e-4)
@@ -140,7 +140,7 @@ def test_a_step_follows_the_rows_of_its_cache(change, rows):
 
 @pytest.mark.parametrize("call", [1, 2, 3])
 def test_a_capture_that_fails_has_changed_nothing(call):
-    """In either pass of the warm-up or in the capture."""
+    """Whether it fails in a warm-up pass or in the capture."""
     model = model_of("doge", torch.float32)
     (ids, cache), (_, other) = prompt(model), prompt(model)
     calls = []
@@ -172,7 +172,7 @@ SERVED = {"doge": lambda: model_of("doge", torch.float32, eos_token_id=None),
 
 @pytest.mark.parametrize("name", SERVED)
 def test_continuous_batching(name):
-    """With graphs and without, crowded, alone on the same slots, and by ``generate``."""
+    """The same tokens with and without graphs, among many requests, alone on the same slots, and from ``generate``."""
     model, prompts, found = SERVED[name](), prompts_of((5, 1, 40, 17, 90, 64)), []
     for graphs in (True, False):
         batching = dmt.ContinuousBatching(model, slots=3, chunk=16, cuda_graphs=graphs)
@@ -195,7 +195,7 @@ def test_continuous_batching(name):
 
 
 def test_a_prefill_without_memory():
-    """Without graphs, where a pass can fail in the middle."""
+    """Without graphs, since there a pass can fail halfway."""
     model, prompts = SERVED["llama"](), prompts_of((27, 30, 28))
     batching = dmt.ContinuousBatching(model, slots=2, chunk=16, cuda_graphs=False)
     requests, calls = [batching.submit(prompt, 12) for prompt in prompts], []
@@ -203,7 +203,7 @@ def test_a_prefill_without_memory():
     def fail(_, given):
         if given[0].shape[1] == 16:
             calls.append(None)
-            if len(calls) == 4:  # two chunks for each of the first two
+            if len(calls) == 4:  # the first two requests take two chunks each
                 raise torch.OutOfMemoryError("out of memory")
 
     hook = model.model.layers[1].mlp.register_forward_pre_hook(fail)
@@ -219,7 +219,7 @@ def test_a_prefill_without_memory():
 
 @pytest.mark.parametrize("peer", ["cupy_dma", "full"])
 def test_the_benchmark_of_serving(peer):
-    """Its own checks: the same tokens alone, memory that stays."""
+    """Its own checks pass: the same tokens alone, constant memory."""
     varlen = pytest.importorskip("torch.nn.attention.varlen")
     if peer == "full" and "block_table" not in inspect.signature(varlen.varlen_attn).parameters:
         pytest.skip("this torch has no FlashAttention on pages")
@@ -232,7 +232,7 @@ def test_the_benchmark_of_serving(peer):
 
 
 def test_garbage_does_not_end_a_capture():
-    """A graph that nothing but itself refers to is freed by the collector, which the capture has to keep from it."""
+    """The collector would free a graph in a reference cycle and so break the capture, which must prevent this."""
     gc.collect()
     model, left = model_of("doge"), [torch.cuda.CUDAGraph()]
     with torch.cuda.graph(left[0]):
@@ -243,7 +243,7 @@ def test_garbage_does_not_end_a_capture():
             round_about = [left.pop()]
             round_about.append(round_about)
             del round_about
-            assert len([[] for _ in range(100_000)]) > gc.get_threshold()[0]  # the collector runs, if it may
+            assert len([[] for _ in range(100_000)]) > gc.get_threshold()[0]  # runs the collector unless it is disabled
 
     model.register_forward_pre_hook(leave_garbage)
     cache = DynamicMaskCache(model.config)

@@ -1,5 +1,5 @@
-"""Packed sequences and pages on a GPU: the grid against the oracle, long sequences against calls of their own, and that
-nothing waits for the device. Everything here is marked ``gpu``."""
+"""Packed sequences and pages on a GPU: the grid against the oracle, long sequences against a call per sequence, and no
+synchronization with the device. Everything here is marked ``gpu``."""
 import itertools
 
 import numpy as np
@@ -16,7 +16,7 @@ FORWARD = [c for c in cases.CASES + cases.PAGES + cases.LONG if c.dtype != "floa
 BACKWARD = [c for c in cases.CASES + cases.SUPERS if c.dtype != "float64"]
 
 
-# ---- right ----
+# ---- correctness ----
 @pytest.mark.feature("cuda forward", "varlen and paged", "block_table", case="pages-")
 @pytest.mark.feature("cuda forward", "varlen and paged", "varlen_dynamic_mask_attention", case="bfloat16-top_w")
 @pytest.mark.feature("cuda forward", "varlen and paged", "varlen_attention")
@@ -67,7 +67,7 @@ def packed(torch, heads=8, kv_heads=2, size=64, dtype=None):
 @pytest.mark.feature("cuda backward", "varlen and paged", "varlen_dynamic_mask_attention")
 @pytest.mark.parametrize("kind", ["causal", "top_w", "global", "window"])
 def test_long_sequences_are_as_calls_of_their_own(torch, kind):
-    """Forward and backward, several super-tiles among them; other blocks of keys, so the same up to roundings."""
+    """Forward and backward, some over several super-tiles. Key blocks differ, so results are equal up to roundings."""
     arguments, cu = packed(torch)
     total, options = sum(LENGTHS), {"softcap": 20.0}
 
@@ -130,7 +130,7 @@ def test_a_cache_of_more_than_2_31_elements(torch):
         assert (out[rows].float() - expected.float()).abs().max() < 2e-2
 
 
-# ---- how it behaves ----
+# ---- synchronization and graphs ----
 def everything(torch, arguments, cu):
     q, k, v, s = arguments
     out = dma.varlen_dynamic_mask_attention(q, k, v, cu, cu, s, window=300)
@@ -151,7 +151,7 @@ def test_nothing_waits_for_the_device(torch):
 @pytest.mark.feature("cuda forward", "varlen and paged", "CUDA graphs")
 @pytest.mark.usefixtures("uncollected")
 def test_a_graph_takes_other_lengths(torch):
-    """A captured call reads the lengths anew at every replay."""
+    """A captured call reads the lengths again at every replay."""
     arguments, cu = packed(torch)
     q, k, v, s = (x.detach() for x in arguments)
     lengths = cu.clone()
