@@ -127,7 +127,8 @@ def test_rows_that_see_nothing(rng):
 
 
 def test_rows_of_the_lowest_biases(rng):
-    """A limit of FlexAttention: lse overflows where every visible bias is the lowest float32; out is right on a CPU."""
+    """A limit of FlexAttention: lse overflows if every visible bias is the lowest float32; on a CPU out is still
+    right."""
     q, k, v = draw(rng)
     bias = np.zeros((1, 1, 60), np.float32)
     bias[..., :5] = np.finfo(np.float32).min
@@ -192,7 +193,7 @@ def traced(monkeypatch):
     monkeypatch.setattr(passes._Prepared, "is_compiled", True)
     monkeypatch.setattr(passes, "COMPILER", "aot_eager")
     monkeypatch.setattr(passes, "_programs", {})
-    monkeypatch.setattr(passes.flex, "_validate_device", lambda *tensors: None)  # it refuses gradients on the CPU
+    monkeypatch.setattr(passes.flex, "_validate_device", lambda *tensors: None)  # refuses gradients on CPUs
     yield
     torch._dynamo.reset()
 
@@ -224,7 +225,7 @@ def test_one_step_at_a_time_where_shared_memory_is_short(traced, monkeypatch, rn
 
 
 def test_one_program_a_configuration(traced, rng):
-    """Other numbers, masks and biases of the same shapes are not compiled again, other shapes and delays are."""
+    """New numbers, masks and biases of known shapes reuse a program; new shapes and delays compile another."""
     for n, delay, programs in ((60, 0, 1), (60, 0, 1), (61, 0, 2), (60, 0, 2), (60, 7, 3), (60, 8, 4), (60, 7, 4)):
         q, k, v = draw(rng, lq=n, lk=n)
         scores = rng.standard_normal((1, 1, n)).astype(np.float32)

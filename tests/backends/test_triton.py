@@ -107,7 +107,7 @@ def test_grid(torch, case, name):
 @pytest.mark.parametrize("case", [c for c in GRID if c.name in POISONED], ids=str)
 def test_uninitialised_memory_is_never_read(torch, case):
     """Every array that is allocated uninitialised, result or not, is filled with NaN or the largest integer."""
-    torch.use_deterministic_algorithms(True, warn_only=True)  # and torch.utils.deterministic fills, by its default
+    torch.use_deterministic_algorithms(True, warn_only=True)  # torch.utils.deterministic also fills, by default
     try:
         assert torch.empty(3).isnan().all()
         out, lse = cases.run(case, converter("torch"), backend="triton")
@@ -121,7 +121,7 @@ def test_uninitialised_memory_is_never_read(torch, case):
 @on_device
 @pytest.mark.parametrize("mask", ["causal", "top_w", "documents"])
 def test_many_blocks_of_keys(torch, mask):
-    """Several chunks of seen keys, several tiles."""
+    """Several chunks of visible keys, and several tiles."""
     case = cases.Case(f"long-{mask}", dtype="float16", batch=1, query_length=80, key_length=2200, mask=mask,
                       window=300, head_dim=24, heads=2)
     cases.check(case, *cases.run(case, converter("torch"), backend="triton"))
@@ -185,7 +185,7 @@ def test_autograd_and_the_whole_chain(torch):
 @pytest.mark.feature("triton forward backward", "torch", "torch.compile")
 @on_device
 def test_compile_and_autocast(torch):
-    """In one graph, with the gradients of the eager call; under autocast in its type."""
+    """One graph, with the gradients of the eager call; under autocast, in autocast's type."""
     leaves = [x.requires_grad_() for x in draw(torch, 60, dtype=torch.float32)]
 
     def loss(*arguments):

@@ -1,5 +1,5 @@
-"""Biases as low as their type has them, on the Triton backend: only a row that sees nothing has out = 0, lse = -inf.
-Run as tests/backends/test_triton.py is, which starts this file in the interpreter, too."""
+"""The lowest finite biases on the Triton backend: only a row without visible keys has out = 0, lse = -inf. Runs like
+tests/backends/test_triton.py, which also starts this file in the interpreter."""
 import ml_dtypes
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def problem(kind, low, near):
 @pytest.mark.parametrize("low", [-1e9, "lowest"], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_low_biases(torch, kind, low, near, softcap):  # noqa: F811
-    """They hide a key beside others, but a row that sees no others sees them: its output is their mean."""
+    """Such keys vanish beside others, but a row that sees only such keys attends to them: its output is their mean."""
     arrays, bias = problem(kind, low, near)
     move, options = converter("torch"), {"causal": True, "softcap": softcap}
     out, lse = map(host, dma.attention(*map(move, arrays), bias=move(bias), **options, return_lse=True,
@@ -48,8 +48,8 @@ def test_low_biases(torch, kind, low, near, softcap):  # noqa: F811
 @pytest.mark.parametrize("low", [-1e7, -1e9, "lowest"], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_with_low_biases(torch, kind, low, softcap):  # noqa: F811
-    """The first rows see nothing but such keys. float32 does not hold their probabilities, which must not become
-    infinite: they have no gradient."""
+    """The first rows see only such keys. float32 cannot represent their probabilities, which must not become infinite:
+    they get no gradient."""
     arrays, bias = problem(kind, low, 50)
     move, options = converter("torch"), {"causal": True, "softcap": softcap}
     dout = arrays[0][:, ::-1].copy()
@@ -67,7 +67,7 @@ def test_gradients_with_low_biases(torch, kind, low, softcap):  # noqa: F811
 @on_device
 @pytest.mark.parametrize("hidden", [-np.inf, "mask"], ids=str)
 def test_rows_that_see_nothing_beside_low_biases(torch, hidden):  # noqa: F811
-    """Keys hidden by a bias of -inf or by a mask are not seen; those with the lowest number are."""
+    """A mask or a bias of -inf hides keys; the lowest finite bias does not."""
     arrays, bias = problem("float32", "lowest", 0)
     seen = np.ones((1, 1, 90, 90), bool)
     seen[:, :, :30] = False

@@ -11,7 +11,7 @@ from cupy_dma import distributed
 
 
 def measured(group: Any, arguments: list[str]) -> tuple[list[dict[str, Any]], bool]:
-    """The rows, and whether they are right."""
+    """Run the benchmark: its rows, and whether they are right."""
     options = argparse.ArgumentParser(parents=[shared_options("context_parallel")])
     benchmark.add_options(options)
     args = benchmark.checked(options.parse_args(arguments))
@@ -20,7 +20,7 @@ def measured(group: Any, arguments: list[str]) -> tuple[list[dict[str, Any]], bo
 
 
 def spoiled(group: Any, arguments: list[str], what: str) -> tuple[list[dict[str, Any]], bool]:
-    """With outputs, gradients or counted bytes that are a little wrong."""
+    """Run it with slightly wrong outputs, gradients or byte counts."""
     real, formula = distributed.context_parallel_attention, distributed.exchanged_bytes
 
     def attend(*given: Any, **options: Any) -> torch.Tensor:

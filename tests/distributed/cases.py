@@ -1,4 +1,4 @@
-"""What is computed over several ranks: one problem per case, the same on every rank and in one process."""
+"""Problems for several ranks: one per case, the same on every rank and in one process."""
 import zlib
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -48,7 +48,7 @@ class Case:
         return Keep(self.window, self.sinks, self.recent)
 
     def rows_ahead(self, rank: int) -> int:
-        """For which a rank's keys and values need room."""
+        """The rows before a rank's keys and values that need room."""
         rows = self.keep.rows
         return rows + min(self.bias_delay, rows + self.lengths[rank])
 
@@ -156,7 +156,7 @@ def _grid() -> list[Case]:
     cases += [Case(f"{dtype}-D{size}-{world}", lengths=(20, 12, 16, 16)[:world], dtype=dtype, head_dim=size, recent=2)
               for dtype, size, world in (("bfloat16", 32, 4), ("bfloat16", 5, 3), ("float16", 16, 2), ("float32", 7, 3),
                                          ("bfloat16", 64, 2), ("float16", 3, 4))]
-    # Delays that end within a shard, in an earlier one, behind all; longer than a shard and its rows.
+    # Delays that end within a shard, in an earlier one, after all; longer than a shard and its rows.
     cases += [replace(three, name=f"delay-{delay}-{name}", bias_delay=delay, **options)
               for delay in (1, 4, 13, 25, 39, 2**30) for name, options in (
                   ("usual", {}), ("besides", {"sinks": 2, "recent": 3, "padding": "some", "scores": "infinite"}))]

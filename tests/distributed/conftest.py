@@ -3,7 +3,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def _pool():
-    """The processes, as the one item of a list."""
+    """A list whose only item is the processes, so that they can be replaced."""
     made = []
     yield made
     for ranks in made:
@@ -12,7 +12,7 @@ def _pool():
 
 @pytest.fixture
 def ranks(_pool):
-    """Four processes of a gloo process group, for all tests; new ones after a test that has killed some."""
+    """Four processes of a gloo process group, shared by all tests and replaced after a test that killed some."""
     torch = pytest.importorskip("torch")
     if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
         pytest.skip("this torch has no gloo")

@@ -1,4 +1,4 @@
-"""What the ranks of ``ranks.py`` do: each function is called by every rank of ``group``."""
+"""Jobs for the ranks of ``ranks.py``: every rank of ``group`` calls them."""
 from __future__ import annotations
 
 from typing import Any
@@ -27,7 +27,7 @@ def leaves(case: Case, rank: int, device: str = "cpu", room: bool = False) -> li
 
 
 class Watch:
-    """The exchanges of a block, and the bytes that this rank receives from others in each of their collectives."""
+    """Records the exchanges in a ``with`` block, and the bytes that this rank receives in each of their collectives."""
 
     def __init__(self, group: Any):
         self.exchanges: list[Any] = []
@@ -61,7 +61,7 @@ class Watch:
 
 
 def attend(group: Any, case: Case, device: str = "cpu", room: bool = False) -> dict[str, Any]:
-    """Outputs, gradients, what was selected and what was moved."""
+    """Outputs, gradients, the selection and the exchanged bytes."""
     rank = dist.get_rank(group)
     inputs = leaves(case, rank, device, room)
     shards = ((name, case.shard(name, rank)) for name in ("padding", "documents", "dout"))
@@ -83,7 +83,7 @@ def attend(group: Any, case: Case, device: str = "cpu", room: bool = False) -> d
 
 # ---- calls that go wrong ----
 def call(group: Any, changes: dict[int, dict[str, Any]], warm: bool = False) -> Tensor:
-    """A usual call, with other arguments on some ranks; before it, if ``warm``, one with the same everywhere."""
+    """A call with other arguments on some ranks; if ``warm``, after a call with the same arguments on all."""
     rank = dist.get_rank(group)
 
     def attended(changes: dict[str, Any]) -> Tensor:
@@ -98,7 +98,7 @@ def call(group: Any, changes: dict[int, dict[str, Any]], warm: bool = False) -> 
 
 
 def missing(group: Any, rank: int, where: str) -> str:
-    """One rank stays away from the forward or from the backward pass, or leaves between comparison and exchange."""
+    """One rank skips the forward or the backward pass, or leaves between comparison and exchange."""
     here = dist.get_rank(group)
     x = torch.ones(1, 5, 2, 6, requires_grad=True)
     if where == "forward" and here == rank:
@@ -121,7 +121,7 @@ def leave(*_: Any) -> Any:
 
 
 def twice(group: Any) -> Tensor:
-    """After a call that one rank has got wrong, the group serves the next."""
+    """After a call that one rank got wrong, the group serves the next call."""
     try:
         call(group, {1: {"window": 0}})
     except (ValueError, RuntimeError):
@@ -130,7 +130,7 @@ def twice(group: Any) -> Tensor:
 
 
 def demonstrate(group: Any, text: bytes, args: Any) -> dict[str, Any]:
-    """What ``python -m cupy_dma demo --ranks`` does in each of its processes."""
+    """The work of each process of ``python -m cupy_dma demo --ranks``."""
     from cupy_dma.cli import demo_ranks
 
     return demo_ranks._attend(text, args, group)

@@ -1,4 +1,4 @@
-"""What the ranks of ``ranks.py`` do in ``test_layers.py``: a small model over shards of its sequences."""
+"""Jobs for the ranks of ``ranks.py`` in ``test_layers.py``: a small model over shards of its sequences."""
 from typing import Any
 
 import torch
@@ -61,7 +61,7 @@ def named_gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def inputs(how: str, ids: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Ids, targets and the layer's arguments for a whole batch that is plain, padded or made of documents."""
+    """Ids, targets and the layer's arguments for a whole batch, which is plain, padded or made of documents."""
     ids, targets, given = ids[:, :-1], ids[:, 1:], {}
     if how == "padding":
         real = torch.ones(BATCH, N, dtype=torch.bool)
@@ -88,7 +88,7 @@ def trained(group: Any, how: str, options: dict[str, Any]) -> tuple[Tensor, dict
 
 
 def on_a_mesh(group: Any, wrapper: str) -> dict[str, Tensor]:
-    """Gradients of a batch whose rows are spread over one axis of a 2 x 2 mesh, and whose sequences over the other."""
+    """Gradients of a batch on a 2 x 2 mesh: one axis splits its rows, the other its sequences."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
     model, batch = made(mesh["sequence"])
     if wrapper == "ddp":
@@ -107,7 +107,7 @@ def on_a_mesh(group: Any, wrapper: str) -> dict[str, Tensor]:
 
 
 def compiled(group: Any) -> tuple[Tensor, dict[str, Tensor], dict[str, int]]:
-    """As ``trained``, through torch.compile; and why it has broken the graph."""
+    """Like ``trained``, through torch.compile; also returns the reasons for graph breaks."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model, batch = made(group)
@@ -120,7 +120,7 @@ def compiled(group: Any) -> tuple[Tensor, dict[str, Tensor], dict[str, int]]:
 
 
 def generated(group: Any, how: str, steps: int) -> list[Tensor]:
-    """The layer's outputs for a prompt in shards, joined by the test, then for more tokens, from its cache."""
+    """The layer's outputs for a prompt in shards, which the test joins, and for further tokens from its cache."""
     layer, x, more, given = prompt(how, group)
     cache = layer.make_cache(BATCH)
     shards = {name: shard_sequence(y, group) for name, y in given.items()}

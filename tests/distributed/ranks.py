@@ -1,8 +1,8 @@
 """Processes of a process group that are started once and run many small jobs: ``ranks.run(world, job, ...)``.
 
 A job is a function of a module, ``job(group, *arguments)``, that every rank of the group calls; ``group`` has ``world``
-ranks; others may not be made in it, except by all ``MOST``. Results come back by pickle. What a job raises is raised in
-the test; ``outcomes`` returns it instead, per rank.
+ranks. A job may make other groups only if all ``MOST`` ranks run it. Results come back by pickle. ``run`` raises a
+job's exception in the test; ``outcomes`` returns it, per rank.
 """
 import multiprocessing
 import pickle
@@ -19,13 +19,13 @@ TIMEOUT = 120.0  # seconds for a job
 
 
 class Ranks:
-    """``most`` processes, forked from one that has imported torch. ``backend``: of torch.distributed; with "nccl" each
-    has a GPU."""
+    """``most`` processes, forked from one that has imported torch. ``backend``: that of torch.distributed; with "nccl"
+    each process has a GPU."""
 
     def __init__(self, most: int = MOST, backend: str = "gloo") -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "cupy_dma.torch", "tests.distributed.jobs"])
-        # A FileStore would be simpler, but takes seconds where processes wait for the processor.
+        # A FileStore would be simpler, but takes seconds on busy cores.
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.pipes, self.processes = [], []
         for rank in range(most):
@@ -38,14 +38,14 @@ class Ranks:
             self.processes.append(process)
 
     def outcomes(self, world: int, job: Callable[..., Any], *arguments: Any, timeout: float | None = None) -> list[Any]:
-        """What the job returned on each rank, or the exception that it raised there. ``timeout``: seconds of a process
-        group of the job's own, which it may break."""
-        for pipe in self.pipes:  # all of them: making a group takes all
+        """What the job returned on each rank, or the exception that it raised there. ``timeout``: gives the job a
+        process group of its own with this timeout in seconds, which it may break."""
+        for pipe in self.pipes:  # all of them, because all must make the group
             pipe.send_bytes(pickle.dumps((world, job, arguments, timeout)))
         found = []
         for rank, pipe in enumerate(self.pipes):
             if not pipe.poll(TIMEOUT):
-                for process in self.processes:  # what they still answer would be taken for the next job's
+                for process in self.processes:  # late answers would be mistaken for the next job's
                     process.kill()
                 raise TimeoutError(f"rank {rank} has not finished {job.__name__} within {TIMEOUT} s")
             found.append(pickle.loads(pipe.recv_bytes()))
@@ -89,7 +89,7 @@ def _serve(rank: int, most: int, backend: str, pipe: Any, port: int) -> None:
         try:
             if timeout is not None:
                 group = dist.new_group(range(world))
-                if rank < world:  # only now: making the group may take longer
+                if rank < world:  # start the timeout now: making the group may take longer
                     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout), group)
             torch.manual_seed(0)
             result = job(group, *arguments) if rank < world else None

@@ -1,4 +1,4 @@
-"""What the ranks of ``ranks.py`` do in ``test_retrofit.py``: steps of a retrofit on rows of a batch."""
+"""Jobs for the ranks of ``ranks.py`` in ``test_retrofit.py``: steps of a retrofit on rows of a batch."""
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,8 +18,8 @@ WORDS, DELAY, LENGTH, ROWS = 64, 4, 24, 4
 
 
 def model_of(trainable: str, kind: torch.dtype = torch.float32) -> tuple[Any, Any]:
-    """A model of this type with float32 gates some of which are closed, and its teacher, None where only gates are
-    trained."""
+    """A model of this type with float32 gates, some of them closed, and its teacher (None if only gates are
+    trained)."""
     model = small.model_of("llama", "eager", num_hidden_layers=2, vocab_size=WORDS)
     dmt.convert(model.to(kind), policy="gate", delay=DELAY, sinks=1, trainable=trainable)
     torch.manual_seed(3)
@@ -30,7 +30,7 @@ def model_of(trainable: str, kind: torch.dtype = torch.float32) -> tuple[Any, An
 
 
 def batch_of(step: int = 0) -> dict[str, Tensor]:
-    """``ROWS`` texts of which the first begins with padding."""
+    """``ROWS`` texts; the first begins with padding."""
     ids = torch.randint(3, WORDS, (ROWS, LENGTH), generator=torch.Generator().manual_seed(step))
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
@@ -67,7 +67,7 @@ def whole(x: Any) -> Tensor:
 
 def step(group: Any, how: str, trainable: str,
          kind: torch.dtype = torch.float32) -> tuple[retrofit.Losses, dict[str, Tensor]]:
-    """Losses and gradients of one step, of this rank's rows in a group."""
+    """Losses and gradients of one step on this rank's rows."""
     model, teacher = model_of(trainable, kind)
     objective: Any = retrofit.Distillation(model, teacher, weight=2.0, process_group=group)
     rank, world = (0, 1) if group is None else (group.rank(), group.size())
@@ -90,7 +90,7 @@ def shared(logs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def trained(group: Any, how: str, steps: int, **options: Any) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-    """The logs of ``train`` without what is each rank's own, and the gates after it."""
+    """The logs of ``train``, without entries that differ between ranks, and the trained gates."""
     model, _ = model_of("gate")
     rank, world = (0, 1) if group is None else (group.rank(), group.size())
     rows = slice(rank * ROWS // world, (rank + 1) * ROWS // world)
@@ -105,8 +105,8 @@ def trained(group: Any, how: str, steps: int, **options: Any) -> tuple[list[dict
 
 def with_noise(group: Any, path: str, how: str, trainable: str, count: int, steps: int,
                skipped: int = 0) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-    """Run to step ``count`` of ``steps`` with a checkpoint there, or go on from it; the first ``skipped`` batches are
-    none. The logs without what is each rank's own, and the model."""
+    """Run to step ``count`` of ``steps`` and write a checkpoint, or resume from it; the first ``skipped`` batches are
+    None. Returns the logs, without entries that differ between ranks, and the model."""
     model, teacher = model_of(trainable)
     torch.manual_seed(10 + group.rank())
     batches = [{name: x[group.rank()::group.size()] for name, x in batch_of(i).items()} for i in range(count)]
@@ -118,7 +118,7 @@ def with_noise(group: Any, path: str, how: str, trainable: str, count: int, step
 
 
 def checkpoint_of_one(group: Any, folder: str) -> None:
-    """A sharded model whose ranks ``train`` does not know, and a file that not all of them find."""
+    """The errors for a sharded model without ``group``, and for a checkpoint that not all ranks find."""
     if folder:
         model, _ = model_of("gate")
         retrofit.train(model, [], steps=1, ratio=3, progress=False, process_group=group, resume=True,

@@ -1,4 +1,4 @@
-"""What the ranks of ``ranks.py`` do in ``test_sequence.py``."""
+"""Jobs for the ranks of ``ranks.py`` in ``test_sequence.py``."""
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from tests.distributed.cases import Case
 
 
 def there_and_back(group: Any, total: int, dim: int) -> tuple[int, Tensor, Tensor]:
-    """The shard's length, the gathered whole, and the shard's gradient of a loss that differs between ranks."""
+    """The shard's length, the gathered sequence, and the shard's gradient of a loss that differs between ranks."""
     whole = torch.arange(total * 6, dtype=torch.float32).reshape(2, total, 3).movedim(1, dim)
     shard = shard_sequence(whole, group, dim=dim).clone().requires_grad_()
     found = gather_sequence(shard, group, dim=dim)
@@ -44,7 +44,7 @@ def ids(group: Any, bounds: list[int]) -> Tensor:
 
 
 def mean(group: Any, counts: tuple[int, ...], gradients: str) -> tuple[Tensor, Tensor]:
-    """The mean of the squares of 1, 2, ... with ``counts`` of them on each rank, times a weight, and its gradient."""
+    """The mean of the squares of 1, 2, ..., spread over ranks by ``counts``, times a weight, and its gradient."""
     rank = dist.get_rank(group)
     begin = sum(counts[:rank])
     weight = torch.ones((), requires_grad=True)
@@ -56,7 +56,7 @@ def mean(group: Any, counts: tuple[int, ...], gradients: str) -> tuple[Tensor, T
 
 
 def cached(group: Any, case: Case, steps: int) -> dict[str, Any]:
-    """A cache filled from shards, and what it gives for ``steps`` more tokens; on every rank."""
+    """A cache filled from shards, and its outputs for ``steps`` more tokens, on every rank."""
     rank = dist.get_rank(group)
     key, value, scores = (case.shard(name, rank) for name in ("key", "value", "scores"))
     cache = dma.DynamicCache(case.batch, case.kv_heads, case.window, case.head_dim, like=key, sinks=case.sinks,
@@ -66,7 +66,7 @@ def cached(group: Any, case: Case, steps: int) -> dict[str, Any]:
 
 
 def decoded(cache: dma.DynamicCache, case: Case, steps: int) -> Tensor:
-    """Outputs of more tokens, one by one: the first of the case again."""
+    """Outputs of further tokens one by one; these repeat the first tokens of the case."""
     query, key, value, scores = (case.whole(name) for name in ("query", "key", "value", "scores"))
     assert query is not None and key is not None and value is not None and scores is not None
     return torch.cat([cache.extend(query[:, i:i + 1], key[:, i:i + 1], value[:, i:i + 1], scores[..., i:i + 1])

@@ -1,5 +1,4 @@
-"""``context_parallel_attention`` over gloo ranks, against the oracle: selection as integers, outputs, gradients,
-bytes."""
+"""``context_parallel_attention`` over gloo ranks, against the oracle: exact selection, outputs, gradients, bytes."""
 import numpy as np
 import pytest
 
@@ -44,7 +43,7 @@ def test_is_the_oracle(ranks, case):
 
 
 def is_the_oracle(case: Case, found: list[dict]) -> None:
-    """What each query sees, outputs and gradients, joined from all ranks."""
+    """Check visible pairs, outputs and gradients, joined from all ranks."""
     arguments, options = case.oracle()
     np.testing.assert_array_equal(selected(case, found), options["dense_mask"])
 
@@ -61,7 +60,7 @@ def is_the_oracle(case: Case, found: list[dict]) -> None:
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.world > 1][::3], ids=str)
 def test_room_changes_no_bit(ranks, case):
-    """Received rows written ahead of keys and values in place, instead of copies behind them."""
+    """Writing received rows into the room before keys and values gives the same bits as copying all."""
     copying, in_place = (ranks.run(case.world, jobs.attend, case, "cpu", room) for room in (False, True))
     for rank, (a, b) in enumerate(zip(copying, in_place)):
         assert a["copied"] == [rank > 0] * 2 and b["copied"] == [False] * 2
@@ -71,8 +70,7 @@ def test_room_changes_no_bit(ranks, case):
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.world > 1][::4], ids=str)
 def test_bytes_are_the_formula(ranks, case):
-    """One all-gather and one all-to-all, of a size that no length changes; and 8 bytes by which arguments are
-    compared."""
+    """One all-gather and one all-to-all, whose size does not depend on the length, and 8 bytes to compare arguments."""
     kind = getattr(torch, case.dtype)
     for rank, result in enumerate(ranks.run(case.world, jobs.attend, case)):
         forward, backward = exchanged_bytes(case.batch, case.kv_heads, case.head_dim, kind, case.window,

@@ -1,4 +1,4 @@
-"""The benchmark context_parallel on the CPU in a tiny size: its rows, its checks, and what it makes of them."""
+"""The benchmark context_parallel on the CPU in a tiny size: its rows, checks and tables."""
 import json
 import math
 
@@ -14,7 +14,7 @@ from benchmarks.routines import context_parallel as benchmark  # noqa: E402
 from tests.distributed import benchmark_jobs as jobs  # noqa: E402
 
 SMOKE = ["--device", "cpu", "--smoke", "--commit", "abc"]
-# Without ring: its device mesh makes process groups, which takes all four processes of ``ranks``, and not two.
+# Without ring: its device mesh makes process groups, which needs all four processes of ``ranks``.
 OURS = ["--peers", "one,ours,copies"]
 
 
@@ -41,7 +41,7 @@ def test_every_peer_in_every_pass(ranks, tmp_path):
 
 
 def test_a_mesh_of_two_axes(ranks, tmp_path):
-    """Two sequences, each over two ranks, learn what one process learns from both."""
+    """Two sequences, each over two ranks, train like one process on both."""
     rows, ok = ranks.run(4, jobs.measured, [*SMOKE, *OURS, "--ranks", "4", "--out", str(tmp_path), "--passes",
                                             "mesh"])[0]
     assert ok and [row["peer"] for row in rows] == ["one", "ours"]
@@ -97,7 +97,7 @@ def test_the_command(tmp_path, capfd):
 
 
 def test_what_does_not_fit_is_known_before():
-    """A shard of 4M tokens: 16 GiB for each array of 16 heads in bfloat16."""
+    """A shard of 4M tokens needs 16 GiB for each array of 16 heads in bfloat16."""
     problem = Problem(2**23, 2, 16, 8, 128, 2048, torch.bfloat16, "cpu")
     assert problem.bytes_needed("ours", False) == (2 * 16 + 3 * 8) * 2**30
     assert problem.bytes_needed("copies", True) == (4 * 16 + 7 * 8) * 2**30 * 7 // 5
@@ -108,7 +108,7 @@ def test_gradients_are_compared_in_pieces(monkeypatch):
     one = [torch.ones(2, 5), torch.full((3,), 2.0)]
     worst, allowed = shards.gradients_differ([one[0], one[1] + 0.5], one)
     assert worst == 0.25 and allowed == shards.GRADIENT_ROUNDINGS * 2.0**-23
-    for wrong, place in ((0, (1, 4)), (0, (0, 0)), (1, (2,))):  # in the last piece, the first, another gradient
+    for wrong, place in ((0, (1, 4)), (0, (0, 0)), (1, (2,))):  # last piece, first piece, other gradient
         ours = [x.clone() for x in one]
         ours[wrong][place] = math.nan
         assert not shards.gradients_differ(ours, one)[0] <= allowed

@@ -1,4 +1,4 @@
-"""Ranks that do not make the same call: an error on every rank that names the rank and the argument, and no hang."""
+"""Ranks whose calls differ: every rank gets an error that names the rank and the argument, and none hangs."""
 import time
 
 import pytest
@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 from cupy_dma.distributed import RankError, context_parallel_attention  # noqa: E402
 from tests.distributed import jobs  # noqa: E402
 
-# What one rank passes instead, and the argument that the message names.
+# What one rank passes instead, and the argument named in the message.
 OTHERS = [
     ({"window": 4}, "window", "3", "4"), ({"sinks": 1}, "sinks", "0", "1"), ({"recent": 2}, "recent", "0", "2"),
     ({"softcap": 2.0}, "softcap", "0.0", "2.0"), ({"scale": 0.5}, "scale", "0.4", "0.5"),
@@ -35,7 +35,7 @@ def test_other_arguments_are_named(ranks, changes, argument, usual, other, warm)
             assert word in str(found)
 
 
-# What is wrong by itself: the rank that passes it gets the error of one process, the others are told.
+# Invalid arguments: the rank that passes one gets the usual error, and the others are told.
 WRONG = [
     ({"window": 0}, ValueError, "window must be at least 1, got 0"),
     ({"window": None}, ValueError, "use ring attention"),

@@ -9,7 +9,7 @@ from cupy_dma.distributed.survivors import Keep, Own, Survivors, survivors  # no
 
 
 def test_gradients_of_later_ranks_are_rounded_once():
-    """1 + 2^-8 + 2^-8 in bfloat16, which has 7 bits: each addition by itself would be rounded to 1."""
+    """1 + 2^-8 + 2^-8 in bfloat16, which has 7 bits: rounding after each addition would give 1."""
     exchange = object.__new__(Exchange)
     exchange._sent = Survivors(torch.tensor([[[1, 1, 1]]]), torch.tensor([[[0, 0, 4]]]), torch.zeros(1, 5))
     own = torch.tensor([3.0, 0.0]).bfloat16()[None, :, None, None]
@@ -19,7 +19,7 @@ def test_gradients_of_later_ranks_are_rounded_once():
 
 
 def test_empty_slots_write_what_the_last_one_writes(monkeypatch):
-    """Writes to one row have no order on a GPU. Here they come in the reverse order, and nothing changes."""
+    """A GPU does not order writes to one row. Reversing their order here changes nothing."""
     exchange = object.__new__(Exchange)
     exchange._sent = survivors(Own(torch.randn(1, 1, 2), None, None, "numpy"), Keep(4))  # two tokens in four slots
     assert exchange._sent.index.tolist() == [[[1, 1, 0, 1]]] and exchange._sent.ordinal.tolist() == [[[0, 0, 1, 2]]]

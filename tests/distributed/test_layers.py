@@ -11,7 +11,7 @@ CLOSE = {"rtol": 1e-9, "atol": 1e-12}
 
 
 def alone(how, options):
-    """Loss and gradients in one process: of whole sequences, packed ones for documents."""
+    """Loss and gradients in one process, over whole sequences; documents are packed."""
     model, batch = jobs.made(**options)
     ids, targets, given = jobs.inputs(how, batch)
     if how == "documents":

@@ -1,4 +1,4 @@
-"""A retrofit on gloo ranks with rows of their own against one process with all rows: losses, gradients, training."""
+"""A retrofit on gloo ranks, each with its own rows, against one process with all rows: losses, gradients, training."""
 import shutil
 
 import pytest
@@ -27,7 +27,7 @@ def test_a_step(ranks, how, trainable):
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
 def test_a_step_of_16_bits(ranks, how):
-    """Its gates, and their gradients, are float32."""
+    """The gates of a 16-bit model, and their gradients, are float32."""
     expected, gradients = jobs.step(None, "alone", "gate", torch.bfloat16)
     for losses, found in ranks.run(2, jobs.step, how, "gate", torch.bfloat16):
         torch.testing.assert_close(list(losses), list(expected), rtol=0.02, atol=1e-3)
@@ -38,7 +38,7 @@ def test_a_step_of_16_bits(ranks, how):
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
 def test_training(ranks, how):
-    """Every rank logs what one process does, and ends with its gates."""
+    """Every rank has the logs and the final gates of one process."""
     logs, gates = jobs.trained(None, "alone", 3)
     for found, ours in ranks.run(2, jobs.trained, how, 3):
         assert [log.keys() for log in found] == [log.keys() for log in logs]
@@ -53,9 +53,9 @@ def test_training(ranks, how):
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
 @pytest.mark.parametrize("trainable", ["gate", "all"])
 def test_a_resumed_run_of_ranks(ranks, tmp_path, how, trainable):
-    """It equals the uninterrupted one. Noise differs between ranks, and continues; the file has whole tensors, from
-    which a run may go on in the other way. Three ranks have unequal shards; a sum over three would round differently
-    in DDP, which changes its buckets after the first step."""
+    """A resumed run equals the uninterrupted one. Each rank's own noise continues. The file has whole tensors, so a run
+    may resume under the other wrapper. FSDP runs on three ranks, with unequal shards; DDP does not, because it changes
+    its buckets after the first step, and a sum over three ranks would then round differently."""
     world = 3 if how == "fsdp" else 2
     expected = ranks.run(world, jobs.with_noise, str(tmp_path / "whole"), how, trainable, 4, 4)
     half = ranks.run(world, jobs.with_noise, str(tmp_path / "half"), how, trainable, 2, 4)
@@ -82,7 +82,7 @@ def test_a_resumed_run_of_ranks(ranks, tmp_path, how, trainable):
 
 
 def test_a_checkpoint_that_cannot_be_written(ranks, tmp_path):
-    """All ranks end, and say why."""
+    """All ranks stop and report the reason."""
     (tmp_path / "state.new").mkdir()
     first, second = ranks.outcomes(2, jobs.with_noise, str(tmp_path / "state"), "ddp", "gate", 1, 1)
     assert isinstance(first, (OSError, RuntimeError)) and "Is a directory" in str(first)

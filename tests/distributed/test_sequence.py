@@ -82,7 +82,7 @@ CACHES = [Case("3-ranks", lengths=(14, 5, 20)), Case("short", lengths=(2, 1, 1),
 @pytest.mark.feature("numpy forward", "distributed", "fill_cache, prefill")
 @pytest.mark.parametrize("case", CACHES, ids=str)
 def test_a_cache_of_shards_is_that_of_the_whole(ranks, case):
-    """What it keeps, and outputs of more tokens bit for bit, on every rank."""
+    """Its contents and the outputs of further tokens are equal bit for bit, on every rank."""
     steps = min(case.n, 9)
     key, value, scores, padding = (case.whole(name) for name in ("key", "value", "scores", "padding"))
     cache = dma.DynamicCache(case.batch, case.kv_heads, case.window, case.head_dim, like=key, sinks=case.sinks,

@@ -70,7 +70,7 @@ class Backend(cuda_backend.Backend):
             return None
 
     def launch(self, program: Any, addresses: Any, stream: int, arrays: Any) -> None:
-        """Operands may be read; results and workspace are written before they are read."""
+        """Run a program. Operands are read-only; results and workspace must be written before they are read."""
         count = len(arrays()) - len(program.allocations)
         with self.runtime.memory.session() as session:
             regions = []
@@ -86,7 +86,7 @@ class Backend(cuda_backend.Backend):
                     raise AssertionError(f"element {never // size} of result {i} was not written")
 
     def run_kernel(self, launch: Launch) -> None:
-        """A kernel of the user's own. What it may write holds values already."""
+        """Run a user's kernel. Its outputs hold values already."""
         with self.runtime.memory.session() as session:
             for operand in launch.operands:
                 session.operand(operand, writable=operand.name in launch.writable)
@@ -95,7 +95,7 @@ class Backend(cuda_backend.Backend):
 
 
 class WatchedChain(Chain):
-    """A chain whose arrays are announced; those that it keeps stay announced."""
+    """A chain that announces its arrays to the session; arrays that it keeps stay announced."""
 
     def forward(self, addresses: Any, mask: Any, arrays: Any) -> Any:
         with self._announcing(mask, arrays) as mask:
@@ -116,7 +116,7 @@ class WatchedChain(Chain):
 
 
 def _announced(argument: Any, session: Session) -> Any:
-    """The argument of a backend function with all its arrays announced to the session."""
+    """Announce all arrays in the argument of a backend function to the session, and return it."""
     if isinstance(argument, Operand):
         return session.operand(argument)
     if isinstance(argument, IntervalMask):
@@ -150,7 +150,7 @@ BACKEND = Backend(EmulatorRuntime())
 
 @contextmanager
 def using(kind: type[EmulatorRuntime] = EmulatorRuntime, **options: Any) -> Iterator[EmulatorRuntime]:
-    """Let ``backend="emulator"`` be another device, ``kind(**options)``, for a while."""
+    """Inside the context, ``backend="emulator"`` is another device, ``kind(**options)``."""
     before, BACKEND.runtime = BACKEND.runtime, kind(**options)
     try:
         yield BACKEND.runtime
@@ -160,7 +160,7 @@ def using(kind: type[EmulatorRuntime] = EmulatorRuntime, **options: Any) -> Iter
 
 @contextmanager
 def hopper_gpu(kind: type[EmulatorRuntime] = EmulatorRuntime, **options: Any) -> Iterator[EmulatorRuntime]:
-    """The same with a Hopper GPU, and a driver that describes tensors to its TMA."""
+    """Like ``using``, with a Hopper GPU and a driver that makes TMA descriptors."""
     with using(kind, is_hopper=True, **options) as runtime:
         runtime.encoder = encode
         yield runtime

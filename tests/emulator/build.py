@@ -8,8 +8,8 @@ three builds:
 - ``plain``: undefined behaviour traps, nothing is reported: several times faster.
 - ``address``: AddressSanitizer; the interpreter must run with ``LD_PRELOAD`` of libasan (``make test-sanitize``).
 
-A digest of everything that goes in names the file that comes out. ``CUPY_DMA_EMULATOR_FLAGS`` adds compiler flags
-(``-g -O0`` for a debugger).
+The output file is named by a digest of all inputs. ``CUPY_DMA_EMULATOR_FLAGS`` adds compiler flags (``-g -O0`` for a
+debugger).
 """
 import functools
 import hashlib
@@ -31,23 +31,23 @@ from cupy_dma.backends.cuda.runtime import disk_cache, jit
 
 HERE = Path(__file__).resolve().parent
 INCLUDE = HERE / "include"
-# Of debug information only lines and what is inlined where, which a fault's message names: records of variables take
-# g++ long. With -g -O0 among CUPY_DMA_EMULATOR_FLAGS a debugger has them.
+# Debug information has only lines and inlining, which messages of faults name: records of variables make g++ slow. With
+# -g -O0 in CUPY_DMA_EMULATOR_FLAGS a debugger gets them.
 _COMMON = ("-std=c++17", "-gdwarf-4", "-g1", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off",
            "-U_FORTIFY_SOURCE")
 _DRIVER = (*_COMMON, "-O2", "-Wall", "-Wextra")
-# Variables that a kernel does not initialise hold a pattern: -1.7e38 as float. -Og, for most kernels of the tests take
-# longer to compile than to run: it compiles in two thirds of the time of -O1, and what it makes runs 1.2 times as long.
+# Uninitialised variables hold a pattern: -1.7e38 as float. -Og, because most test kernels take longer to compile than
+# to run: compared with -O1, it compiles in two thirds of the time and its code takes 1.2 times as long.
 _KERNEL = (*_COMMON, "-Og", "-w", "-ftrivial-auto-var-init=pattern", "-DCUPY_DMA_HOST", f"-I{INCLUDE}")
 _TRAPS = ("-fsanitize=undefined", "-fsanitize-undefined-trap-on-error")
-# Wrong addresses, which these look for, are found where they are used: a quarter of the time g++ takes.
+# These checks look for wrong addresses, which accesses reveal anyway, and take a quarter of g++'s time.
 _WATCHED = "-fno-sanitize=null,object-size,pointer-overflow"
 BUILDS = {
     "watched": ("-fsanitize=thread", *_TRAPS, _WATCHED),
     "plain": _TRAPS,
     "address": ("-fsanitize=address", *_TRAPS),
 }
-# The dynamic shared memory of every kernel: as much as any GPU gives a block. Static shared memory comes on top.
+# The dynamic shared memory of every kernel: the most that any GPU gives a block. Static shared memory is added.
 _DYNAMIC_BYTES = 227 * 1024
 _EPILOGUE = f"""
 #line 1 "generated"
@@ -62,7 +62,7 @@ extern "C" const unsigned cluster_size = CLUSTER;
 
 
 def unavailable() -> str | None:
-    """Why nothing can be compiled here, or None."""
+    """Why this machine cannot compile kernels, or None."""
     if shutil.which(_compiler()) is None:
         return f"the emulator needs a C++ compiler: {_compiler()} was not found (install g++, or set CXX)"
     if importlib.util.find_spec("pybind11") is None:
@@ -76,7 +76,7 @@ def _compiler() -> str:
 
 @functools.cache
 def _identity() -> str:
-    """All that goes into every library besides its own text and flags."""
+    """All inputs of every library besides its own text and flags."""
     version = subprocess.run([_compiler(), "--version"], capture_output=True, text=True, check=True).stdout
     headers = "".join(path.read_text() for path in sorted(INCLUDE.glob("*.h")))
     return version + headers
@@ -88,7 +88,7 @@ def _digest(text: str, flags: tuple[str, ...]) -> str:
 
 @contextmanager
 def _making(path: Path) -> Iterator[Path]:
-    """A directory for making the file, which is moved to its place at the end: readers see all of it or none."""
+    """A directory in which to make the file. It is moved to its place at the end, so readers see all of it or none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as work:
         yield Path(work)
@@ -96,14 +96,14 @@ def _making(path: Path) -> Iterator[Path]:
 
 
 def _run_compiler(name: str, *arguments: str | Path) -> None:
-    plain = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}  # not AddressSanitizer's
+    plain = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}  # without AddressSanitizer
     done = subprocess.run([_compiler(), *arguments], env=plain, capture_output=True, text=True)
     if done.returncode:
         raise jit.CompileError(f"{name} does not compile for the emulator:\n{done.stderr}")
 
 
 def _headers(flags: tuple[str, ...]) -> Path:
-    """A directory with the kernels' headers, precompiled with these flags; to be searched ahead of ``include/``."""
+    """A directory with the kernels' headers, precompiled with these flags; g++ must search it before ``include/``."""
     path = disk_cache.directory() / "emulator" / f"headers-{_digest('', flags)}" / "cuda_host.h.gch"
     if not path.is_file():
         with _making(path) as work:
@@ -120,7 +120,7 @@ def _compiled(name: str, text: str, flags: tuple[str, ...], link: tuple[str, ...
         source, compiled = work / f"{name}.cpp", work / f"{name}.o"
         source.write_text(text)
         ahead = () if headers is None else (f"-I{headers}", "-include", "cuda_host.h")
-        # In two steps, for -fsanitize=thread would link the sanitizer's library.
+        # In two steps, because -fsanitize=thread would link the sanitizer's library.
         _run_compiler(name, source, "-c", "-o", compiled, *ahead, *flags)
         _run_compiler(name, compiled, "-shared", "-o", work / path.name, *link)
     return path
@@ -132,7 +132,7 @@ def kernel_library(config: jit.Config, build: str) -> Path:
 
 
 def with_twins(text: str) -> str:
-    """A source text whose sm90/ptx.cuh has the twins of include/sm90_host.h for all that is inline assembly there."""
+    """A source text in which the twins of include/sm90_host.h replace the inline assembly of sm90/ptx.cuh."""
     def replace(match: re.Match) -> str:
         paragraphs, twins = [], "#include <sm90_host.h>"
         for paragraph in match[2].split("\n\n"):
@@ -149,7 +149,7 @@ def compile_text(name: str, text: str, build: str) -> Path:
     entries = re.findall(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\(", text)
     text += _EPILOGUE + "".join(f"KERNEL_ENTRY({entry})\n" for entry in entries)
     flags = (*_KERNEL, *BUILDS[build], *os.environ.get("CUPY_DMA_EMULATOR_FLAGS", "").split())
-    # Kernels need little of the libraries that g++ would search.
+    # Kernels need few of the libraries that g++ would search.
     link = ("-fsanitize=address",) if build == "address" else ("-nostartfiles", "-nodefaultlibs", "-lgcc", "-lm", "-lc")
     return _compiled(name, text, flags, link, _headers(flags))
 

@@ -1,4 +1,4 @@
-"""Every test has an emulated device of its own, or is skipped where no kernel can be compiled."""
+"""Every test gets its own emulated device, or is skipped if no kernel can be compiled."""
 import pytest
 
 from cupy_dma.backends.cuda.decode import step

@@ -2,8 +2,8 @@
 
 Every array of a call is announced to the driver: arguments as read-only, with the gaps between their rows out of
 bounds; arrays that the host code makes as writable and uninitialised, filled with NaN (or 0xAB bytes if they hold
-integers). When the call returns, what it made becomes read-only too (key lists are kept on their mask), until the array
-is gone.
+integers). When the call returns, the arrays that it made become read-only too (masks keep key lists), until they are
+freed.
 """
 import functools
 import weakref
@@ -28,9 +28,9 @@ class Session:
 
     # ---- arguments ----
     def operand(self, operand: Operand, writable: bool = False) -> Operand:
-        """Announce an argument; the same operand, whose library announces what is made for this call.
+        """Announce an argument. Returns the same operand with a library that announces arrays made for this call.
 
-        ``writable``: it is contiguous, and changed in place.
+        ``writable``: it is contiguous, and the call changes it in place.
         """
         size = numpy_dtype(operand.dtype).itemsize
         if writable and 0 not in operand.shape:
@@ -69,11 +69,11 @@ class Session:
 
     def _gone(self, pointer: int, region: int) -> None:
         build.driver().remove_region(region)
-        if self._results.get(pointer) == region:  # the address may belong to another array by now
+        if self._results.get(pointer) == region:  # the address may already belong to another array
             del self._results[pointer]
 
     def check_written(self, pointer: int, name: str, item: int, most: int = 1) -> None:
-        """Every element of a result must have been written, and ``most`` times per launch at most."""
+        """Every element of a result must have been written, at most ``most`` times per launch."""
         region = self._results.get(pointer)
         if region is None:
             return
@@ -92,7 +92,7 @@ class Session:
 
 
 class WatchedLibrary:
-    """An array library that announces what it makes. All else is the library's own."""
+    """An array library that announces the arrays that it makes, and otherwise behaves like the original."""
 
     def __init__(self, inner: Library, session: Session):
         self._inner, self._session = inner, session

@@ -1,4 +1,4 @@
-"""The emulated device: what ``cupy_dma.backends.cuda`` needs of a GPU (its ``Runtime``), on a CPU."""
+"""The emulated device: the ``Runtime`` that ``cupy_dma.backends.cuda`` needs, on a CPU."""
 from __future__ import annotations
 
 import functools
@@ -27,7 +27,7 @@ class EmulatorError(RuntimeError):
 
 @dataclass(frozen=True)
 class Order:
-    """In which order threads (of a warp, and warps of a block) and blocks run: forward, backward or random."""
+    """The order in which threads of a warp, warps of a block, and blocks run: forward, backward or random."""
 
     threads: str = "forward"
     blocks: str = "forward"
@@ -43,8 +43,8 @@ class EmulatedKernel:
 
     def launch(self, grid: int, threads: int, params: bytes, stream: int = 0, pdl: bool = True,
                alone: bool = False) -> None:
-        """Run ``grid`` blocks of ``threads`` threads to their end. ``alone``: without PDL on every device, so that
-        threads need not wait for the kernel ahead."""
+        """Run ``grid`` blocks of ``threads`` threads to their end. ``alone``: no device launches this kernel with PDL,
+        so its threads need not wait for the kernel before it."""
         driver, order = build.driver(), self.runtime.order
         try:
             driver.launch(self._library, self.entry, grid, threads, params, self.shared_bytes,
@@ -56,16 +56,16 @@ class EmulatedKernel:
 class EmulatorRuntime:
     """A device whose kernels run on the CPU.
 
-    ``build`` is one of ``build.BUILDS``; ``memory`` knows what kernels may touch. ``is_hopper``: the kernels of
-    ``kernels/sm90`` run too; ``hopper_gpu`` in __init__.py also gives them TMA. ``most_writes``: how
-    often an element of a result may be written in a launch.
+    ``build`` is one of ``build.BUILDS``; ``memory`` knows which memory kernels may access. ``is_hopper``: the kernels
+    of ``kernels/sm90`` run too; ``hopper_gpu`` in __init__.py also gives them TMA. ``most_writes``: how often an
+    element of a result may be written in a launch.
     """
 
     def __init__(self, build: str = DEFAULT_BUILD, order: Order = Order(), shared_limit: int = 227 * 1024,
                  is_hopper: bool = False):
         self.build, self.order, self.shared_limit, self.is_hopper = build, order, shared_limit, is_hopper
         self.most_writes = 1
-        self.separate_arrays = True  # in programs: each is watched
+        self.separate_arrays = True  # programs allocate arrays separately, so each is watched
         self.encoder = None  # of TMA descriptors
         self.memory = Memory()
         self._checked: set[int] = set()
@@ -74,7 +74,7 @@ class EmulatorRuntime:
         return EmulatedKernel(self, build.kernel_library(config, self.build), entry, shared_bytes)
 
     def load_text(self, text: str, entry: str, shared_bytes: int = 0) -> EmulatedKernel:
-        """A kernel of a source text of its own (tests of the emulator)."""
+        """A kernel from the given source text (for tests of the emulator)."""
         return EmulatedKernel(self, build.compile_text("test", text, self.build), entry, shared_bytes)
 
     def on(self, device: Device) -> AbstractContextManager:
@@ -96,7 +96,7 @@ class EmulatorRuntime:
         return self.encoder
 
     def check_layout(self, index: int) -> None:
-        """The emulator's own fragments must pass the check that a GPU's do."""
+        """The emulator's fragments must pass the same check as a GPU's."""
         if index in self._checked:
             return
         self._checked.add(index)
@@ -121,7 +121,7 @@ def _load(path: Path) -> int:
 
 
 def _with_lines(message: str, library: Path) -> str:
-    """The message with file and line in place of code offsets, and where that is inlined, from the inside out."""
+    """The message with files and lines instead of code offsets, including inlined calls from the inside out."""
 
     def resolve(match: re.Match) -> str:
         if shutil.which("addr2line") is None:

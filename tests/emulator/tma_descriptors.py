@@ -1,7 +1,7 @@
 """The driver's part in describing tensors for TMA: ``cuTensorMapEncodeTiled``.
 
-What this writes is not the hardware's map but the arguments that matter (``TensorDescription`` in driver/state.h),
-checked as the driver would.
+It does not write the hardware's map but the relevant arguments (``TensorDescription`` in driver/state.h), checked like
+the driver does.
 """
 import ctypes
 from typing import Any

@@ -1,5 +1,5 @@
-"""Every function of the drop-in on every backend, forward and backward, against the NumPy backend in float64 (which the
-other tests in this folder compare with the oracle)."""
+"""Every function of the drop-in on every backend, forward and backward, against the NumPy backend in float64, which
+other tests in this folder compare with the oracle."""
 import numpy as np
 import pytest
 
@@ -8,7 +8,7 @@ from cupy_dma import backends, flash_dmattn
 torch = pytest.importorskip("torch")
 
 B, H, HKV, LQ, LK, D = 2, 4, 2, 6, 11, 64
-CU_Q, CU_K = (np.array(bounds, np.int32) for bounds in ((0, 4, 4, 10, 11), (0, 7, 9, 20, 22)))  # of Lq, Lk below
+CU_Q, CU_K = (np.array(bounds, np.int32) for bounds in ((0, 4, 4, 10, 11), (0, 7, 9, 20, 22)))  # up to Lq, Lk
 LONGEST = 6, 11
 TOTAL_Q, TOTAL_K = int(CU_Q[-1]), int(CU_K[-1])
 BATCH = {"q": (B, LQ, H, D), "k": (B, LK, HKV, D), "v": (B, LK, HKV, D), "kv": (B, LK, 2, HKV, D),
@@ -20,7 +20,7 @@ PACKED = {"q": (TOTAL_Q, H, D), "k": (TOTAL_K, HKV, D), "v": (TOTAL_K, HKV, D), 
 
 
 def varlen(name, arrays, lengths, longest):
-    """A call of a packed function; its last array is the bias."""
+    """Call a packed function; the last array is the bias."""
     def run(*given, device, backend):
         *rows, bias = given
         bounds = [torch.from_numpy(x).to(device) for x in lengths]
@@ -110,7 +110,7 @@ def test_on_the_cpu(case):
 @pytest.mark.feature("triton flex forward backward", "cupy_dma.flash_dmattn", "every case",
                      case="{backend}-{case}", but=("per-key",))
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore::UserWarning")  # of torch's compiler
+@pytest.mark.filterwarnings("ignore::UserWarning")  # warnings of torch's compiler
 @pytest.mark.parametrize("case", pairs("cuda", "triton", "flex"))
 def test_on_a_gpu(case):
     backend, name = case.split("-", 1)

@@ -48,7 +48,7 @@ def test_every_form_of_a_mask(form, convert, qkv, rng):
 
 
 def additive_masks():
-    """Float masks that are added to the logits, also one with a bias in it, as Doge makes it."""
+    """Float masks that are added to the logits, including one that contains a bias, as Doge makes it."""
     seen = np.tri(LQ, LK, LK - LQ, dtype=bool)[None, None]
     yield np.where(seen, 0, -np.inf).astype(np.float32)
     yield np.where(seen, 0, np.finfo(np.float16).min).astype(np.float16)
@@ -89,7 +89,7 @@ def test_a_float_mask_cannot_be_read_under_compile(qkv, torch):
     (100, 127, False), (100, 128, True), (100, 129, False), (100, 256, False), (127, 128, True), (128, 128, True),
     (128, 256, False), (129, 256, True), (129, 128, False)])
 def test_masks_are_padded_to_the_next_multiple_of_128(keys, columns, fits, rng):
-    """As the original pads them, and no further: a mask one block too long is another call's."""
+    """Like the original, and no further: a mask one block longer must belong to another call."""
     q, k, v = (rng.standard_normal((1, n, 1, 4)) for n in (2, keys, keys))
     mask, bias = rng.random((1, 1, 2, columns)) < 0.6, rng.standard_normal((1, 1, 2, columns))
     for options in ({"attn_mask": mask}, {"attn_bias": bias}):
@@ -109,7 +109,7 @@ def test_a_mask_that_hides_everything(kind, convert, qkv):
 
 
 def test_probabilities_of_hidden_keys_are_zero(convert):
-    """Whatever their bias is, and whatever they hold; NaN reaches the rows that see it."""
+    """Whatever their bias and values are; NaN reaches only rows that see it."""
     rows = [np.ones((1, 2, 1, 4), np.float32) for _ in range(3)]
     mask, bias = np.tril(np.ones((1, 1, 2, 2), bool)), np.zeros((1, 1, 2, 2), np.float32)
     bias[..., 0, 1] = -np.inf
@@ -322,7 +322,7 @@ def test_orders_of_the_other_backends(monkeypatch, qkv, rng):
     check(triton_dmattn_func(*qkv, mask, None, True, 0.7), qkv, mask, None, True, 0.7)
     check(flex_dmattn_func(*qkv, mask, None, False, 0.7), qkv, mask, None, False, 0.7)
     check(triton_dmattn_func(*qkv), qkv, causal=False)
-    check(flex_dmattn_func(*qkv, softcap=2.0), qkv, causal=True, softcap=2.0)  # its default, as it was
+    check(flex_dmattn_func(*qkv, softcap=2.0), qkv, causal=True, softcap=2.0)  # the original's default
 
 
 # ---- the package ----
@@ -374,7 +374,7 @@ def test_errors(call, kind, words, qkv):
 
 
 def test_integers_of_a_mask_are_zero_or_one(monkeypatch, convert, qkv):
-    monkeypatch.setenv("CUPY_DMA_CHECK", "1")  # in host memory they are checked always
+    monkeypatch.setenv("CUPY_DMA_CHECK", "1")  # arrays in host memory are always checked
     with pytest.raises(ValueError, match=r"attn_mask must be boolean, .*got int64 with other values"):
         flash_dmattn_func(*map(convert, qkv), convert(-np.arange(LK).reshape(1, 1, 1, LK)))
 

@@ -232,7 +232,7 @@ def bhsd(data, convert):
 
 
 def selected(scores, window, visible):
-    """The best of the keys that each query may see."""
+    """The best keys among those that each query may see."""
     if visible.shape[1] == H:
         scores = np.repeat(scores, H // HKV, axis=1)
     return simple_topk(scores[:, :, None], visible, window or LK)

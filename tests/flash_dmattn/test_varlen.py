@@ -26,7 +26,7 @@ def rows(rng):
 
 
 def of_sequence(array, b):
-    """The entries of a mask or bias of any shape for sequence ``b``, with four axes."""
+    """The part of a mask or bias of any shape that belongs to sequence ``b``, with four axes."""
     if array is None:
         return None
     (lq, lk), q, k = LENGTHS[b], slice(*CU_Q[b:b + 2]), slice(*CU_K[b:b + 2])

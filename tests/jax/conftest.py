@@ -1,4 +1,4 @@
-"""jax on the CPU, as two devices; the setting is read when jax is first used."""
+"""jax on the CPU with two devices; jax reads this setting when it is first used."""
 import os
 
 import pytest

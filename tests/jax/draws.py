@@ -1,4 +1,4 @@
-"""Inputs of the tests of ``cupy_dma.jax``: small, float32 unless said otherwise; and a case of the grid."""
+"""Small inputs for the tests of ``cupy_dma.jax``, float32 by default, and a check for cases of the grid."""
 from typing import Any
 
 import jax
@@ -26,13 +26,13 @@ def recipe(seed: int = 1, dtype: Any = jnp.float32) -> list[Any]:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Bit for bit, NaN included, and of one type."""
+    """Whether two arrays are equal bit for bit, including NaN and type."""
     a, b = np.asarray(a), np.asarray(b)
     return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
 def check_case(case: cases.Case, **tolerance: Any) -> None:
-    """Forward and backward of one jitted function, through out and lse, against the oracle."""
+    """Check forward and backward of one jitted function, through out and lse, against the oracle."""
     (q, k, v), named = cases.arguments(case, np.asarray)
     mask, more = named.pop("mask"), {name: named.pop(name, None) for name in ("bias", "sink_logits")}
     more = {name: jnp.asarray(x) for name, x in more.items() if x is not None}

@@ -1,5 +1,5 @@
-"""A GPU for the callback's side of ``cupy_dma.jax``: buffers with ``__cuda_array_interface__`` whose memory is the
-host's, CuPy's few functions that the callback calls, and a backend "cuda" of the test's choice."""
+"""A fake GPU for the callbacks of ``cupy_dma.jax``: buffers with ``__cuda_array_interface__`` in host memory, the few
+CuPy functions that the callback calls, and a backend "cuda" that the test chooses."""
 import ctypes
 import math
 import sys
@@ -17,8 +17,8 @@ STREAM = 0x5eed
 
 
 class Buffer:
-    """As ``jax.experimental.buffer_callback`` hands it to a callback on a GPU: of 16-bit floats that NumPy does not
-    know the type is void."""
+    """A buffer as ``jax.experimental.buffer_callback`` passes it on a GPU: 16-bit floats unknown to NumPy have type
+    void."""
 
     def __init__(self, array: np.ndarray, device: int = 0):
         self.array, self.device = array, device
@@ -36,7 +36,7 @@ class Buffer:
 
 
 class Entered:
-    """A context that keeps count of what is open."""
+    """A context that counts how often it is open."""
 
     opened: list[Any] = []  # noqa: RUF012
 
@@ -73,7 +73,7 @@ def install(monkeypatch: Any, backend: Any, capturing: bool = False) -> None:
 
 
 def aligned(shape: tuple[int, ...], dtype: Any, offset: int = 0) -> np.ndarray:
-    """An array at a multiple of 16, and so many bytes behind it, full of what no kernel writes."""
+    """An array ``offset`` bytes after a multiple of 16, filled with a value that no kernel writes."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     space = np.full(size + 32, 0xab, np.uint8)
     begin = -space.ctypes.data % 16 + offset
@@ -81,8 +81,8 @@ def aligned(shape: tuple[int, ...], dtype: Any, offset: int = 0) -> np.ndarray:
 
 
 def call(task: Task, arrays: dict[str, Any], offset: int = 0, device: int = 0) -> tuple[Any, dict[str, np.ndarray]]:
-    """The program of a task as made for a GPU, and what its callback leaves in the results. ``offset`` of the addresses
-    of the operands from multiples of 16."""
+    """The program of a task as built for a GPU, and the results that its callback writes. ``offset``: distance of
+    operand addresses from multiples of 16."""
     given = {name: arrays[name] for name in NAMES[task.operation] if arrays.get(name) is not None}
     program = programs.Program(task, tuple((name, x.shape, x.dtype.name) for name, x in given.items()), True)
     operands = []

@@ -1,4 +1,4 @@
-"""What is wrong is said when a function is traced, before anything runs; what only values tell, when it runs."""
+"""Errors are raised while a function is traced, before anything runs; errors that depend on values, when it runs."""
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 q, k, v, s = draw()
 P, A, b = recipe()
 
-#: of a callback that raises; ValueError if it has done so before the call returns
+#: errors of a callback that raises; ValueError if it raised before the call returned
 FAILURES = (jax.errors.JaxRuntimeError, ValueError)
 
 
@@ -135,7 +135,7 @@ def test_an_exception_in_a_callback_reaches_the_user(monkeypatch, jitted):
     with pytest.raises(FAILURES, match="RuntimeError: the disk is full of keys"):
         jax.block_until_ready(function(q))
     monkeypatch.undo()
-    assert jax.block_until_ready(function(q)).shape == q.shape  # and nothing is broken afterwards
+    assert jax.block_until_ready(function(q)).shape == q.shape  # later calls still work
 
 
 def test_values_that_are_wrong():
@@ -161,7 +161,7 @@ def test_an_old_jax(monkeypatch):
 
 
 def test_without_jax_or_flax(tmp_path):
-    """In a process that cannot import them; what cupy_dma is without does not change."""
+    """In a process that cannot import them, the rest of cupy_dma works."""
     for name, use, message in (
             ("jax", "import cupy_dma.jax", "cupy_dma.jax needs jax, which is not installed: pip install 'cupy_dma["),
             ("flax", "import cupy_dma.jax; cupy_dma.jax.DynamicMaskAttention", "needs flax.nnx, which is not inst")):

@@ -15,7 +15,7 @@ from tests.jax.draws import HKV, B, N, check_case, draw, recipe, same  # noqa: E
 from tests.oracle import delay_cases, reference  # noqa: E402
 from tests.oracle.cases import CASES  # noqa: E402
 
-# Those that differ in what jax has to do: types, masks, biases of every rank, lengths. Strides are XLA's own.
+# Cases that matter to jax: types, masks, biases of every rank, lengths. XLA chooses strides itself.
 QUICK = ("float16-D16", "bfloat16-D40", "float32-D64", "float64-D16", "heads-6/2-top_w", "heads-1/1-causal",
          "lengths-0x5-top_w", "lengths-5x0-none", "lengths-33x129-top_w", "mask-padding", "mask-global_documents",
          "mask-per_batch", "mask-dense_2d", "mask-dense_rows", "bias-none-none", "bias-key_per_head-top_w",
@@ -23,7 +23,7 @@ QUICK = ("float16-D16", "bfloat16-D40", "float32-D64", "float64-D16", "heads-6/2
          "sinks-causal-bfloat16", "value-dim-float16-16/32-top_w",
          "dense-both-per_batch+dense=1gqk-bgqk", "dense-both-per_head+padding+dense=b1qk+dense=1hq1-1hqk")
 GRID = [pytest.param(case, marks=[] if case.name in QUICK else pytest.mark.slow, id=case.name) for case in CASES
-        # The gradients of queries and keys of the last one are denormal, which XLA flushes to zero.
+        # In the last case, query and key gradients are denormal, and XLA flushes them to zero.
         if not case.name.startswith(("layout-", "float32-layout-", "scale-1e-40"))]
 GRID += [pytest.param(case, id=case.name) for case in delay_cases.CASES if case.name in delay_cases.FEW]
 
@@ -44,7 +44,7 @@ def test_grid(case):
 
 @pytest.mark.parametrize("dense", [False, True])
 def test_masks_of_kv_heads_and_of_query_heads_together(dense):
-    """Of a kv head and of each of its query heads: head h belongs to kv head h // 2."""
+    """A mask per kv head and one per query head: head h belongs to kv head h // 2."""
     rng, n = np.random.default_rng(0), 12
     q, k, v = (rng.standard_normal((1, n, h, 4)).astype(np.float32) for h in (4, 2, 2))
     stops = [rng.integers(3, n + 1, (1, h, n)).astype(np.int32) for h in (2, 4)]
@@ -117,7 +117,7 @@ def test_numpy_has_the_same_bits():
     expected = dma.dynamic_mask_attention(*arrays[:3], **named, window=5, return_lse=True)
     manual = dma.backward.dynamic_mask_attention_backward(np.asarray(dout), *arrays[:3], *expected, **named, window=5,
                                                           dlse=np.asarray(dlse))
-    assert all(map(same, pull((dout, dlse)), (*manual[:3], *manual[4:])))  # scores are not given
+    assert all(map(same, pull((dout, dlse)), (*manual[:3], *manual[4:])))  # scores are not an argument
 
 
 @pytest.mark.feature("numpy forward backward", "jax", "key_scores")
@@ -155,7 +155,7 @@ def test_selection_is_the_definition(name, dtype):
     mask = jax.jit(lambda s: dj.top_w(s, **options))(scores)
     options["padding"] = None if options.get("padding") is None else options["padding"] != 0
     expected = reference.top_w_dense(scores, **options)
-    causal = expected & (np.arange(N)[:, None] >= np.arange(N))  # the definition cuts there, a global mask need not
+    causal = expected & (np.arange(N)[:, None] >= np.arange(N))  # a global mask may also show later keys
     seen = np.asarray(mask.to_dense(N))
     assert (np.broadcast_to(seen & (np.arange(N)[:, None] >= np.arange(N)), causal.shape) == causal).all()
     assert mask.shape == (B, HKV, N) and mask.start.dtype == mask.stop.dtype == jnp.int32
@@ -181,7 +181,7 @@ def test_masks_are_pytrees():
     assert same(again.stop, mask.stop) and again._hints == mask._hints
     through = jax.jit(lambda m: m)(mask)
     assert isinstance(through, dj.IntervalMask) and through._hints == mask._hints
-    assert jax.tree.map(lambda x: x.shape, mask).stop == (B, HKV, N)  # leaves of any kind
+    assert jax.tree.map(lambda x: x.shape, mask).stop == (B, HKV, N)  # leaves may be anything
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(mask)[0]]
     assert names == [".start", ".stop"] and "IntervalMask" in repr(mask)
 

@@ -1,4 +1,4 @@
-"""The layer of flax.nnx: the function with its parameters, in training, and as torch's."""
+"""The layer of flax.nnx: equal to the function with its parameters, in training, and equal to torch's layer."""
 import numpy as np
 import pytest
 
@@ -239,7 +239,7 @@ def test_arrays_that_do_not_fit():
 
 
 def test_an_adapter_is_called():
-    """LoRA is a linear layer of its own kind; what is put in the place of dt_proj need not be one."""
+    """LoRA is a different kind of linear layer; a replacement of dt_proj may be any module."""
     q, k, v, _ = draw()
     made = layer(form="linear")
     kernel, plain = made.dt_proj.kernel[...], made(q, k, v)

@@ -1,5 +1,4 @@
-"""Programs that are built when a function is traced, run on the emulator and through the buffers of a GPU that is not
-there."""
+"""Programs built while a function is traced, run on the emulator and through buffers of a fake GPU."""
 from types import SimpleNamespace
 
 import numpy as np
@@ -43,7 +42,7 @@ def made(monkeypatch):
 
 @pytest.fixture
 def direct(monkeypatch):
-    """The names of the operations that programs have launched without a plan."""
+    """The names of operations that ran without a program."""
     found, real = [], programs.Program._fill_directly
     monkeypatch.setattr(programs.Program, "_fill_directly",
                         lambda self, *x: found.append(self.task.operation) or real(self, *x))
@@ -53,8 +52,8 @@ def direct(monkeypatch):
 # ---- on the emulator ----
 @needs_emulator
 def test_a_training_step_is_two_programs(made, direct):
-    """On the CUDA kernels; the emulator watches that operands are not written, and results and workspace are before
-    they are read."""
+    """With the CUDA kernels; the emulator checks that operands are never written, and that results and workspace are
+    written before they are read."""
     q, k, v, _ = draw(dtype=jnp.float16)
     parameters = recipe()[:2]
 
@@ -96,7 +95,7 @@ def test_a_plan_has_the_bits_of_the_backend(made, direct):
 @needs_emulator
 @pytest.mark.slow
 def test_hopper_kernels_in_programs(made):
-    """With TMA, whose descriptors hold addresses too."""
+    """With TMA, whose descriptors also hold addresses."""
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.standard_normal((1, 200, heads, 64)), jnp.float16) for heads in (2, 1, 1))
     s = jnp.asarray(rng.standard_normal((1, 1, 200)), jnp.float32)
@@ -203,7 +202,7 @@ def test_gradients_through_a_gpus_buffers(monkeypatch):
     assert same(found["query"], expected[0]) and same(found["bias"], expected[1])
 
 
-# ---- what jax is told ----
+# ---- declarations to jax ----
 def test_results_are_what_the_tasks_say():
     kinds = {"query": ((B, N, 4, 8), "bfloat16"), "value": ((B, N, HKV, 8), "bfloat16")}
     assert programs.results_of(forward_task(), {**kinds, "bias": ((B, HKV, N), "float32")}) == [

@@ -1,4 +1,4 @@
-"""``checkpoint``, ``vmap``, ``scan``, ``shard_map``, donated buffers, and derivatives that are not there."""
+"""``checkpoint``, ``vmap``, ``scan``, ``shard_map``, donated buffers, and missing derivatives."""
 import functools
 
 import numpy as np
@@ -57,7 +57,7 @@ def test_scan_over_layers():
 
 
 def test_donated_arguments():
-    """A result may take the memory of a donated argument only when nothing reads that any more."""
+    """A result may reuse the memory of a donated argument only after its last read."""
     expected = attend(*draw())
     for _ in range(3):
         q, k, v, s = draw()
@@ -133,7 +133,7 @@ def test_forward_mode_raises():
 
 # ---- vmap ----
 def stacked(*axes):
-    """``draw`` with a new axis, at that place of each array; None: without one."""
+    """``draw`` with a new axis at the given place of each array (None: no new axis)."""
     draws = [draw(seed) for seed in range(V)]
     return [draws[0][i] if axis is None else jnp.stack([x[i] for x in draws], axis) for i, axis in enumerate(axes)]
 
@@ -170,7 +170,8 @@ def test_vmap_is_one_call(calls_of):
 @pytest.mark.parametrize("axes", [(0, 0, 0, None, None, None), (0, 0, 0, 0, 0, 0),
                                   pytest.param((None, None, 0, 0, None, None), marks=pytest.mark.slow)], ids=str)
 def test_vmap_with_parameters_of_scores(axes):
-    """Gradients of every element, as for per-example clipping, and parameters of every element, as in an ensemble."""
+    """Per-element gradients of shared parameters, as for per-example clipping, and per-element parameters, as in an
+    ensemble."""
     arguments = [*stacked(0, 0, 0, None)[:3], *(jnp.stack([x, x + 0.1, x - 0.1]) for x in recipe())]
     arguments = [x if axis == 0 else x[0] for x, axis in zip(arguments, axes)]
     gradient = jax.grad(loss(from_values), tuple(range(6)))

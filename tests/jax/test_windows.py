@@ -1,4 +1,4 @@
-"""A window per kv head in JAX: that of the functions for other arrays, eager and jitted, with gradients."""
+"""A window per kv head in JAX equals that of the functions for other arrays, eager and jitted, with gradients."""
 import numpy as np
 import pytest
 

@@ -1,4 +1,4 @@
-"""How rows are shared out among kv heads."""
+"""How kv heads share a budget of rows."""
 from __future__ import annotations
 
 import pytest

@@ -45,7 +45,7 @@ def test_the_example(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_the_example_on_two_ranks(tmp_path):
-    """With torchrun, on a CPU: one report, of the tokens of both."""
+    """With torchrun on a CPU: one report, counting the tokens of both ranks."""
     text = tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 60)
     options = [text, "--length", "48", "--delay", "8", "--steps", "4", "--every", "2", "--ratio", "2", "--held-out",

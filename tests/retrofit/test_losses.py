@@ -75,7 +75,7 @@ def test_types(kind, off, autocast):
 
 
 def test_logits_are_never_held():
-    """Nothing of tokens times words is made, forward or backward."""
+    """Neither pass makes a tensor of size tokens x vocabulary."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     largest = [0]

@@ -1,4 +1,4 @@
-"""Retrofit: the objective's parts, schedules, what training does to a tiny model, and checkpoints."""
+"""Retrofit: the parts of the objective, schedules, training of a tiny model, and checkpoints."""
 from __future__ import annotations
 
 import copy
@@ -34,8 +34,8 @@ def model_of(name: str = "llama", **options: Any) -> Any:
 
 
 def with_empty_words() -> Any:
-    """One layer, to which words from ``CONTENT`` on are nothing: their keys and values are 0. So a gate can learn which
-    half of the keys to do without."""
+    """A one-layer model in which words from ``CONTENT`` on have keys and values of 0, so a gate can learn to drop that
+    half of the keys."""
     model = small.model_of("llama", "eager", num_hidden_layers=1, vocab_size=WORDS)
     attention = model.model.layers[0].self_attn
     with torch.no_grad():
@@ -67,7 +67,7 @@ def hard(model: Any, ids: Any) -> tuple[float, float]:
 
 @torch.no_grad()
 def at_random(model: Any, ids: Any, kept: float, seed: int) -> float:
-    """KL in evaluation if as many gates are open, drawn at random."""
+    """KL in evaluation with equally many open gates, drawn at random."""
     generator = torch.Generator().manual_seed(seed)
 
     def drawn(module, given, gates):
@@ -83,7 +83,8 @@ def at_random(model: Any, ids: Any, kept: float, seed: int) -> float:
 
 
 def test_training_finds_what_to_keep():
-    """The divergence rises as the share shrinks and falls again as the gates learn; they open for what has content."""
+    """The divergence rises as the kept share shrinks and falls as the gates learn; gates open for words with
+    content."""
     model = with_empty_words()
     logs = run(model, 120, shrink=40)
     assert logs[0]["kept"] > 0.98 and logs[0]["kl"] < 0.01
@@ -119,7 +120,7 @@ def test_logs_and_what_is_trained():
 
 
 def test_compiled_layers():
-    """The same training, with a temperature and a length that change, from few graphs."""
+    """The same training with a changing temperature and length compiles few graphs."""
     def run(compiled: bool) -> Any:
         torch.manual_seed(1)
         model, steps = model_of(), 6
@@ -135,13 +136,13 @@ def test_compiled_layers():
     for found, right in zip(run(True), expected, strict=True):
         assert found == pytest.approx(right, rel=1e-4)
     counted = torch._dynamo.utils.counters
-    assert not counted["graph_break"] and counted["stats"]["unique_graphs"] <= 8, counted  # 3 kinds, each made general
+    assert not counted["graph_break"] and counted["stats"]["unique_graphs"] <= 8, counted  # 3 kinds, then dynamic ones
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt-neox", "qwen3"])
 @pytest.mark.parametrize("how", ["plain", "left"])
 def test_the_objective_is_the_formula(name, how):
-    """Against logits of both models, in full."""
+    """Against the formula on full logits of both models."""
     given, real = small.batch(how)
     ids = {"input_ids": given["input_ids"] % WORDS, "attention_mask": given.get("attention_mask")}
     model = model_of(name)
@@ -241,7 +242,7 @@ def test_an_interrupted_run(tmp_path):
         run(model_of(), 6, resume=True)
 
 
-# ---- other ways ----
+# ---- options ----
 def test_all_parameters_with_a_teacher():
     model = model_of(trainable="all")
     teacher = copy.deepcopy(model).eval()
@@ -273,7 +274,7 @@ def test_a_model_of_16_bits():
 
 
 def test_checkpointing_is_in_effect():
-    """The same numbers; the layers of a frozen model are computed twice."""
+    """The numbers are the same, and the layers of a frozen model run twice."""
     results, calls = [], []
     for checkpointed in (False, True):
         model = model_of()
@@ -289,7 +290,7 @@ def test_checkpointing_is_in_effect():
 
 
 class Own(torch.nn.Module):
-    """A model that transformers does not know."""
+    """A user's model class, unknown to transformers."""
 
     def __init__(self):
         super().__init__()
@@ -321,7 +322,7 @@ def test_a_model_of_ones_own():
     assert model.body.gate.proj.weight.grad.any() and losses.kept.shape == (1,)
 
 
-# ---- what is refused ----
+# ---- bad input ----
 def test_what_does_not_fit():
     plain = small.model_of("llama")
     with pytest.raises(ValueError, match="student must be a model with gates"):

@@ -1,6 +1,6 @@
 """Associative recall: pairs of a name and a value, then the names again in another order; predict the values.
 
-One layer suffices, because every token also carries the one before it. The window is half of the sequence, and all
+One layer suffices, because every token also carries the previous token. The window is half of the sequence, and all
 scores are equal at first: to answer, the layer must learn to keep the values and drop the names.
 """
 from typing import Any
@@ -42,7 +42,7 @@ def sequences(count: int) -> tuple[Tensor, Tensor]:
 
 def train(device: Any = "cpu", dtype: torch.dtype = torch.float32, steps: int = 500,
           compiler: str | None = None) -> tuple[float, int]:
-    """Overfit 32 sequences: the best accuracy, and the steps it took. 16-bit types through autocast."""
+    """Overfit 32 sequences; returns the best accuracy and its number of steps. 16-bit types use autocast."""
     torch.manual_seed(0)
     model = Recall().to(device)
     run: Any = torch.compile(model, fullgraph=True, backend=compiler) if compiler else model
@@ -62,7 +62,8 @@ def train(device: Any = "cpu", dtype: torch.dtype = torch.float32, steps: int = 
 
 
 def losses(run_of, dim, window, steps, lr, device="cpu", shape=(3, 18), autocast=False, **options):
-    """Those of ``steps`` steps of four layers of two kv heads of ``dim`` channels; ``run_of`` makes the model run."""
+    """Losses of ``steps`` training steps of four layers with two kv heads of ``dim`` channels; ``run_of(model)`` runs
+    it."""
     torch.manual_seed(0)
     width = 4 * dim
     layers = torch.nn.ModuleList(torch.nn.ModuleDict({

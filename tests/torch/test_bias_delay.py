@@ -107,7 +107,7 @@ def test_self_attention():
 @torch.no_grad()
 @pytest.mark.parametrize("window", [5, (3, 8)])
 def test_decoding(window):
-    """Chunks and single tokens give what the layer gives for the whole text; without the delay they would not."""
+    """Chunks and single tokens give the layer's outputs for the whole text; without the delay they would not."""
     module = DynamicMaskSelfAttention(24, 4, 2, window, bias_delay=4, A_init=1.0, sinks=1, recent=2,
                                       dtype=torch.float64)
     x, cache = torch.randn(B, N, 24, dtype=torch.float64), module.make_cache(B)

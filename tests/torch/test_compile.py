@@ -1,4 +1,4 @@
-"""The torch side under torch.compile, activation checkpointing and autocast, on CPU tensors."""
+"""The torch functions and layers under torch.compile, activation checkpointing and autocast, on CPU tensors."""
 import shutil
 import subprocess
 import sys
@@ -156,7 +156,7 @@ def test_the_compiler_keeps_the_last_axis_contiguous():
 
 
 def test_a_process_compiles_its_first_call_once():
-    """Also where cupy_dma was imported before torch."""
+    """Also if cupy_dma was imported before torch."""
     code = """
 from cupy_dma import attention
 import torch

@@ -1,4 +1,4 @@
-"""``dt_proj`` is a module of the layers like any other: what wraps, replaces or watches it takes part."""
+"""``dt_proj`` is an ordinary submodule: the layers respect wrappers, replacements and hooks."""
 import copy
 import functools
 
@@ -51,7 +51,7 @@ def inputs(given, dtype=float64):
 @pytest.mark.parametrize("given", GIVEN)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_an_adapter_is_the_merged_weight(options, given):
-    """Values and gradients, also of the adapter; ``draw``'s float64 leaves no room for a score of another kind."""
+    """Values and gradients, also of the adapter; in float64, a score of lower precision would show."""
     given = GIVEN[given]
     adapted, leaves = layer(**OPTIONS[options]), inputs(given)
     adapted.dt_proj = LoRA(adapted.dt_proj)
@@ -119,12 +119,12 @@ def test_hooks_run(how):
 
 
 def test_hooks_that_change_something():
-    """A weight that is computed before each call, as old weight norm and pruning do, and an output."""
+    """Hooks that compute the weight before each call, as old weight norm and pruning do, or change the output."""
     module, (q, k, v, _) = layer(), draw()
     from torch.nn.utils import prune
 
     prune.random_unstructured(module.dt_proj, "weight", 0.5)
-    module.dt_proj.weight_orig.data.mul_(2)  # weight itself is still the old one
+    module.dt_proj.weight_orig.data.mul_(2)  # weight itself is still the old value
     handle = module.dt_proj.register_forward_hook(lambda m, args, out: 3 * out)
     wanted = layer()
     wanted.dt_proj.weight = nn.Parameter(3 * module.dt_proj.weight_orig.detach() * module.dt_proj.weight_mask)
@@ -151,7 +151,7 @@ def test_parametrized_weights_are_read():
 
 
 def test_wrapped_weights_are_not_read():
-    """Quantized weights are wrappers of tensors, with a linear layer of their own."""
+    """Quantized weights are wrapped tensors with their own linear layer."""
     from torch.testing._internal.two_tensor import TwoTensor
 
     linear = nn.Linear(4, 2)
@@ -240,7 +240,7 @@ def test_a_frozen_A_of_zero_is_noticed_with_an_adapter():
         module(q, k, v)
 
 
-# ---- what comes from elsewhere ----
+# ---- other libraries ----
 @pytest.mark.filterwarnings("ignore")  # deprecations of torch.ao
 @torch.no_grad()
 def test_dynamic_quantization():
@@ -249,7 +249,7 @@ def test_dynamic_quantization():
     out = quantized(x)
     assert (out - module(x)).abs().max() < 0.5 and not torch.equal(out, module(x))
     cache = quantized.make_cache(B)
-    torch.testing.assert_close(quantized(x, cache=cache), out, rtol=0, atol=0.1)  # rounded by the largest of a call
+    torch.testing.assert_close(quantized(x, cache=cache), out, rtol=0, atol=0.1)  # by a call's largest element
     assert cache.length.tolist() == [N] * B
 
 

@@ -22,7 +22,7 @@ def real(n, dtype=torch.bool):
 
 
 def export(module, *x, strict=False, fixed=(), **more):
-    """The exported program of a module, for any length: axis 1 of all tensors but those of ``fixed`` places."""
+    """The exported program of a module for any length, which is axis 1 of all tensors but those at ``fixed`` places."""
     shapes = tuple([None if i in fixed else {1: torch.export.Dim.DYNAMIC} for i in range(len(x) + len(more))])
     program = torch.export.export(Keywords(module, len(x), [*more]), (*x, *more.values()), dynamic_shapes=(shapes,),
                                   strict=strict).module()
@@ -30,7 +30,7 @@ def export(module, *x, strict=False, fixed=(), **more):
 
 
 class Keywords(torch.nn.Module):
-    """Takes all by position, some of which it passes by name."""
+    """Takes all arguments by position and passes some by name."""
 
     def __init__(self, module, count, names):
         super().__init__()
@@ -115,7 +115,7 @@ def test_masks(name):
         own = n + 1 if name == "lengths" else n
         return *(torch.randn(B, n, h, D) for h in (H, HKV, HKV)), (torch.arange(own) < own - 2).long().expand(B, own)
 
-    alone = name in ("from outside", "lengths")  # with the length of the example
+    alone = name in ("from outside", "lengths")  # fixed to the example's length
     program = export(Function(attend), *draw(N), fixed=range(4) if alone else ())
     for n in (N,) if alone else (N, 3, 33):
         given = draw(n)
@@ -130,7 +130,7 @@ def test_integer_padding_compiles_in_one_graph():
 
 @torch.no_grad()
 def test_a_step_of_a_cache_is_refused():
-    """What is traced has no memory: nothing may be launched with its address."""
+    """Traced tensors have no memory, so no kernel may be launched with their addresses."""
     layer = DynamicMaskAttention(HKV, D, W)
     cache = layer.make_cache(B)
     given = [torch.randn(B, 1, h, D) for h in (H, HKV, HKV)]

@@ -17,7 +17,7 @@ WIDTH, DELAY, SINKS = 12, 4, 2
 
 
 def gate_of(random=True, dtype=float64, spread=0.01, **options):
-    """With logits of either sign, unless its first ones are asked for."""
+    """A gate with logits of both signs, or with its initial ones."""
     made = RetentionGate(WIDTH, HKV, **{"delay": DELAY, "sinks": SINKS, "dtype": dtype, **options})
     if random:
         for parameter in made.parameters():
@@ -89,7 +89,7 @@ def test_the_kept_share_has_a_gradient():
 
 
 def test_the_threshold_leaves_out_what_has_no_weight():
-    """An output moves by the weight of the keys left out, and no more."""
+    """Outputs change by at most the weight of the dropped keys."""
     gate, x, (q, k, v, _) = gate_of(), tokens(), draw(requires_grad=False)
     log_gate = gate(x).log_gate.detach()
     for threshold in (-12.0, -3.0):

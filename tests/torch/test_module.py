@@ -1,4 +1,4 @@
-"""``DynamicMaskAttention`` on CPU tensors: what it keeps, decoding without repeating its options, errors."""
+"""``DynamicMaskAttention`` on CPU tensors: kept keys, decoding with the layer's options, errors."""
 import copy
 import itertools
 import pickle
@@ -158,7 +158,8 @@ def test_scores_are_the_layers():
 
 
 def test_a_slope_is_added_by_position():
-    """On the scores' own type, of whole sequences; a steep one makes a window of any scores, and none changes a bit."""
+    """In the type of the scores, for whole sequences. A steep slope turns any scores into a window, and a slope of 0
+    changes no bit."""
     module, (q, k, v, _) = layer(form="linear", slope=[0.25, -2]), draw(torch.float32, requires_grad=False)
     plain = layer(form="linear")
     plain.load_state_dict(module.state_dict())
@@ -304,7 +305,7 @@ def test_packed_sequences_by_the_input():
 
 
 def test_other_projections_of_the_input():
-    """One with a hook is called; a plain one is computed in float32, under autocast, too, and compiles."""
+    """A projection with a hook is called; a plain one is computed in float32, also under autocast, and compiles."""
     (module, x), (q, k, v, _) = by_input(), draw(torch.float32, requires_grad=False)
     out, half = module(q, k, v, x=x), copy.deepcopy(module).bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
@@ -394,7 +395,7 @@ def test_where_A_begins():
 
 
 def test_a_frozen_A_of_zero_is_noticed(recwarn):
-    """Once, and only where dt_proj would be trained by nothing."""
+    """Warns once, and only if dt_proj would get no gradient."""
     q, k, v, _ = draw(torch.float32, requires_grad=False)
     module = DynamicMaskAttention(HKV, D, 5)
     module(q, k, v)
@@ -408,7 +409,7 @@ def test_a_frozen_A_of_zero_is_noticed(recwarn):
     assert not recwarn.list
     with pytest.warns(UserWarning, match="A is 0 and does not require grad, so dt_proj gets no gradient"):
         module(q, k, v).sum().backward()
-    assert not module.dt_proj.weight.grad.any()  # what the warning says
+    assert not module.dt_proj.weight.grad.any()  # as the warning says
     module(q, k, v)
     assert not recwarn.list
     frozen = DynamicMaskAttention(HKV, D, 5)

@@ -1,4 +1,5 @@
-"""``DynamicMaskSelfAttention`` on CPU tensors, against dense formulas, its parts, and itself in other forms."""
+"""``DynamicMaskSelfAttention`` on CPU tensors, against dense formulas, against its parts, and in decoding against whole
+sequences."""
 import copy
 import io
 import itertools
@@ -43,7 +44,7 @@ def tokens(dtype=torch.float32, n=N, requires_grad=False):
 
 
 def rotated(x, base):
-    """By complex numbers; ``x (B, N, heads, D)``."""
+    """Rotary positions by complex numbers; ``x (B, N, heads, D)``."""
     order = torch.arange(x.shape[-1] // 2, dtype=float64)
     turn = torch.polar(torch.ones(()).double(), torch.arange(x.shape[1])[:, None] * base ** (-2 * order / x.shape[-1]))
     pairs = torch.complex(*x.double().chunk(2, -1)) * turn[:, None]
@@ -108,7 +109,7 @@ def test_forward_and_gradients_are_the_definition(options):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_forward_is_its_parts(dtype):
-    """Bit for bit."""
+    """The layer equals the composition of its parts, bit for bit."""
     module, x = layer(dtype, rope=None, softcap=2.0, form="linear"), tokens(dtype)
     q, k, v = (project(x).unflatten(-1, (-1, module.head_dim)) for project in (
         module.q_proj, module.k_proj, module.v_proj))
@@ -156,13 +157,13 @@ def test_decoding_is_forward(options, pieces):
 
 
 def test_decoding_in_bfloat16():
-    """With a window that keeps every key: the selection of rounded scores would not be that of exact ones."""
+    """With a window that keeps every key, because rounded scores could select other keys than exact ones."""
     module, x = layer(torch.bfloat16, window=N, qk_norm=True), tokens(torch.bfloat16)
     right(extended(module, x, (11, *[1] * 7)), dense(twin(module), x.double()), module(x))
 
 
 def test_decoding_with_scores_of_another_type():
-    """Parameters of the scores often stay float32 in a model of 16 bits."""
+    """In 16-bit models, parameters of the scores often stay float32."""
     module, x = layer(torch.bfloat16), tokens(torch.bfloat16)
     module.attention.float()
     assert "dtype='bfloat16'" in repr(module.make_cache(B))
@@ -204,7 +205,7 @@ def spoiled(x, real):
 @padded
 @every_option
 def test_padded_rows_are_rows(kind, options):
-    """Values and gradients; nothing of what the padding holds comes through, and its output is 0."""
+    """Values and gradients: contents of padding influence nothing, and outputs of padding are 0."""
     module, real = layer(**OPTIONS[options]), real_tokens(kind)
     x = spoiled(tokens(requires_grad=True), real)
     out, rows = module(x, padding=real), [x.detach()[b, real[b]][None].requires_grad_() for b in range(B)]
@@ -271,11 +272,11 @@ def test_packed_decoding(options):
         right(found, dense(twin(module), whole.double())[0], module(whole)[0])
 
 
-# ---- the module as torch has modules ----
+# ---- torch's module interface ----
 @pytest.mark.parametrize("given", [{}, {"padding": torch.arange(N)[None].expand(B, N) > 2}, {"cu_seqlens": [0, 7, N]}],
                          ids=lambda given: next(iter(given), "plain"))
 def test_checkpointing(given):
-    """The same gradients, bit for bit, and what is kept until the backward pass is the input and what belongs to it."""
+    """Gradients are equal bit for bit, and only the input and its options are kept until the backward pass."""
     module, x = layer(qk_norm=True, sinks=1), tokens(requires_grad=True)
     x = x if "cu_seqlens" not in given else x[0].detach().requires_grad_()
     leaves, kept, found = (x, *module.parameters()), [], []
@@ -405,7 +406,7 @@ def test_options_are_checked_when_the_layer_is_made(options, message):
         DynamicMaskSelfAttention(**{"width": WIDTH, "heads": HEADS, "kv_heads": KV_HEADS, "window": W, **options})
 
 
-# ---- options that are changed ----
+# ---- changed options ----
 CHANGES = {"window": 3, "sinks": 2, "recent": 4, "form": "linear", "scale": 0.3, "softcap": 1.5, "rope": 100.0,
            "slope": (0.5, -0.5)}
 
@@ -413,7 +414,7 @@ CHANGES = {"window": 3, "sinks": 2, "recent": 4, "form": "linear", "scale": 0.3,
 @pytest.mark.parametrize("name", CHANGES)
 @torch.no_grad()
 def test_a_changed_option_counts(name):
-    """In whole sequences and in decoding, as if the layer had been made with it."""
+    """Applies to whole sequences and decoding as if the layer had been built with it."""
     value, module, x = CHANGES[name], layer(), tokens()
     before, made = module(x), layer(**{name: value})
     made.load_state_dict(module.state_dict())
@@ -492,7 +493,8 @@ def test_a_core_of_another_kind_has_no_options():
 
 @pytest.mark.parametrize("autocast", [True, False])
 def test_norms_of_another_type_are_fused(recwarn, autocast):
-    """torch warns where it takes the slow norm; the result is the norm in the type of its weights, rounded once."""
+    """torch warns when it uses the slow norm; the result is computed in the type of the norm's weights and rounded
+    once."""
     module, x = layer(torch.float32 if autocast else torch.bfloat16, qk_norm=True), tokens()
     module.q_norm.float(), module.k_norm.float()
     seen = []

@@ -1,4 +1,4 @@
-"""torch tensors that are more than numbers in memory: the right result, or an error that says what to do instead."""
+"""Unusual torch tensors (views, subclasses, fake tensors): a right result, or an error that says what to do instead."""
 import pytest
 
 import cupy_dma as dma
@@ -47,7 +47,7 @@ def test_forward_mode_raises_instead_of_losing_the_tangent(name, which, learns):
     arguments = dict(zip(("query", "key", "value", "scores"), tensors()))
     used = {"recipe": ("query", "key", "value"), "key_scores": ("value",)}.get(name, tuple(arguments))
     with forward_ad.dual_level():
-        CALLS[name](*arguments.values())  # without a tangent all is well
+        CALLS[name](*arguments.values())  # works without a tangent
         x = arguments[which].requires_grad_(learns)
         arguments[which] = forward_ad.make_dual(x, torch.ones_like(x))
         if which not in used:

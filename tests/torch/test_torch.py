@@ -1,4 +1,4 @@
-"""The torch side on CPU tensors: autograd, operators, errors, the module."""
+"""The torch functions on CPU tensors: autograd, operators, errors, the module."""
 import gc
 import itertools
 import weakref
@@ -21,7 +21,7 @@ from tests.torch import recall  # noqa: E402
 MASKS = {
     "top_w": lambda s: dma.IntervalMask.top_w(s.detach(), 5),
     "none": lambda s: None,
-    "dense": lambda s: torch.rand(B, 1, N, N) < 0.4,  # some rows see nothing
+    "dense": lambda s: torch.rand(B, 1, N, N) < 0.4,  # some rows have no visible keys
     "several": lambda s: (dma.IntervalMask.top_w(s.detach(), 9), torch.rand(1, H, N, N) < 0.7,
                           torch.rand(B, 1, 1, N) < 0.9, torch.rand(N, N) < 0.9),
     "padding": lambda s: dma.IntervalMask.padding(torch.rand(B, N) < 0.6),
@@ -107,7 +107,7 @@ def test_nothing_requires_grad():
 def test_any_use_of_the_output(how):
     q, k, v, s = draw()
     out, lse = dma.attention(q, k, v, causal=True, bias=s, return_lse=True)
-    weights = torch.randn(B, D, H, N, dtype=float64).permute(0, 3, 2, 1)  # no unit stride at the end
+    weights = torch.randn(B, D, H, N, dtype=float64).permute(0, 3, 2, 1)  # last axis without unit stride
     loss, dout, dlse = {
         "sum": lambda: (out.sum(), torch.ones_like(out), None),
         "transposed": lambda: ((out * weights).sum(), weights, None),
@@ -166,7 +166,7 @@ def test_forward_and_backward_share_a_mask_and_release_one_of_their_own(monkeypa
 
 
 def test_a_mask_with_the_same_starts_between_forward_and_backward():
-    """Is another mask, although both are alive."""
+    """Such a mask must not be mistaken for the first one while both are alive."""
     x = torch.randn(1, 12, 1, 4, requires_grad=True)
     mask = dma.IntervalMask.sliding_window(12, 3, like=x.detach())
     other = mask & dma.IntervalMask.padding(torch.arange(12)[None] < 6)
@@ -181,7 +181,7 @@ def test_a_mask_with_the_same_starts_between_forward_and_backward():
 @pytest.mark.parametrize("how", ["scores", "recipe"])
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_dynamic_call_checks_each_argument_once(calls_of, how, packed):
-    """And its backward pass checks nothing again."""
+    """The backward pass checks nothing again."""
     q, k, v, s = draw(torch.float32)
     calls = calls_of(checks, "one_of_types")
     given = {"scores": s} if how == "scores" else recipe(torch.float32)
@@ -305,7 +305,7 @@ def test_public_functions_delegate_to_torch():
 
 @pytest.mark.parametrize("compiler", [None, "aot_eager"])
 def test_recall_is_learned(compiler):
-    """Every answer right, with a window of half the sequence, from scores that are all equal."""
+    """All answers become right with a window of half the sequence, starting from equal scores."""
     right, steps = recall.train(compiler=compiler)
     print(f"{steps} steps")
     assert right == 1

@@ -35,7 +35,7 @@ def layers(count=2, **options):
 
 
 def gradients(model, x):
-    """Of the mean of squares, whole where they are sharded."""
+    """Gradients of the mean of squares, gathered if they are sharded."""
     model.zero_grad()
     model(x).square().mean().backward()
     found = [y.grad for y in model.parameters()]
@@ -46,7 +46,7 @@ def gradients(model, x):
 # ---- checkpoints ----
 @pytest.fixture
 def computed(monkeypatch):
-    """The names of what the backend computes, as it is called."""
+    """The names of the backend functions, in the order of their calls."""
     names = []
 
     def watched(name, real):
@@ -58,7 +58,7 @@ def computed(monkeypatch):
 
 
 def keeping(*operators):
-    """A checkpoint that keeps what these operators give."""
+    """A checkpoint that saves the results of these operators."""
     def policy(context, operator, *arguments, **options):
         return CheckpointPolicy.MUST_SAVE if operator in operators else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -70,7 +70,7 @@ OURS = (torch.ops.cupy_dma.dynamic_attention.default,)
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_no_garbage_is_collected_during_a_capture(enabled):
-    """And afterwards it is as before, whatever happened."""
+    """The collector's state is restored afterwards, also after an error."""
     was = gc.isenabled()
     try:
         (gc.enable if enabled else gc.disable)()
@@ -112,7 +112,7 @@ def test_a_selective_checkpoint_keeps_the_selection(computed, compiled):
     for a, b in zip(plain, gradients(run, x)):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
     assert computed.count("prefix_stop") == computed.count("attention") == 1
-    assert computed.count("key_scores") <= 2  # cheap, and may be made again
+    assert computed.count("key_scores") <= 2  # cheap, so it may be recomputed
 
 
 # ---- several processes ----
@@ -131,7 +131,7 @@ def group():
 @needs_distributed
 @pytest.mark.parametrize("how", ["plain", "checkpoint", "compile", "A = 0"])
 def test_distributed_data_parallel(group, how):
-    """The same gradients, and every parameter has one: nothing is unused, not even dt_proj where A is 0."""
+    """The same gradients, and every parameter has one, even dt_proj with A = 0."""
     from torch.nn.parallel import DistributedDataParallel
 
     model, x = layers(checkpoint=how == "checkpoint"), torch.randn(2, N, WIDTH)
@@ -140,7 +140,7 @@ def test_distributed_data_parallel(group, how):
             torch.nn.init.zeros_(layer.attention.A)
     plain, parallel = gradients(model, x), DistributedDataParallel(copy.deepcopy(model))
     run = torch.compile(parallel, backend="aot_eager") if how == "compile" else parallel
-    for _ in range(2):  # the second step finds what the first has left in the reducer
+    for _ in range(2):  # the second step sees the state that the first left in the reducer
         for a, b in zip(plain, gradients(run, x)):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-6 if how == "compile" else 0)
 
@@ -203,8 +203,8 @@ def page():
 
 
 def test_the_documentation_runs(page, computed, monkeypatch):
-    """Every Python block, and that the checkpoint of the page keeps the selection."""
-    module = ModuleType("training")  # the compiler looks for the page's names where they say that they are
+    """Every Python block runs, and the page's checkpoint keeps the selection."""
+    module = ModuleType("training")  # the compiler looks the page's names up in their module
     module.__dict__.update(page)
     monkeypatch.setitem(sys.modules, "training", module)
     for block in page["model"].blocks:
@@ -229,7 +229,7 @@ def test_parameter_groups_of_the_page(page):
 
 
 def test_what_the_page_counts(page):
-    """Against the dense mask; a sliding window keeps nothing older than itself."""
+    """The page's counts equal those from the dense mask; a sliding window keeps no older key."""
     model, ids = page["Model"](), torch.randint(256, (2, 60))
     for counted in page["kept_keys"](model, ids):
         assert counted["A"] == counted["old"] == 0 and counted["life"] == counted["longest"] == 16

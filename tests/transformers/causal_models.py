@@ -10,7 +10,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from tests.transformers.small_models import randomize
 
 WINDOW = 6
-# By name: what a configuration that has it gets.
+# By field: the value for configurations that have it.
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size", "decoder_vocab_size"), 64),
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "emb_dim", "dim", "embedding_size", "embedding_dim",
@@ -45,12 +45,12 @@ SIZES: dict[str, Any] = {
                      "linear_num_heads"), 4),
     **dict.fromkeys(("mamba_d_state", "state_size", "ssm_state_size", "mamba_d_head", "mamba_head_dim"), 16),
 }
-# What a field without a default gets, too.
+# The same for fields without a default.
 OPTIONAL = {"num_key_value_heads", "head_dim", "pad_token_id", "bos_token_id", "eos_token_id", "type_vocab_size",
             "moe_intermediate_size"}
 HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
 LOCAL_LAYERS = {"layer_types": ["sliding_attention", "full_attention"]}
-# By type: what else it takes.
+# By model type: other values.
 SPECIAL: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "cohere_compass_text": {**LOCAL_LAYERS, "rope_parameters": {
@@ -119,10 +119,10 @@ def _layers(kind: type, default: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-# A part that has no default.
+# A subconfiguration without a default.
 PART_OF = {"gemma4_assistant": {"text_config": ("Gemma4TextConfig", {"hidden_size_per_layer_input": 0,
                                                                     "vocab_size_per_layer_input": 0})}}
-# The configuration of the language model alone, where AutoModelForCausalLM does not find it.
+# The language model's own configuration, if AutoModelForCausalLM does not find it.
 PARTS = {"dots3_note": "Dots3NoteTextConfig", "musicgen": "MusicgenDecoderConfig",
          "musicgen_melody": "MusicgenMelodyDecoderConfig"}
 

@@ -1,7 +1,7 @@
 """What every causal language model of transformers does with ``attn_implementation="cupy_dma"`` and with ``convert``.
 
-``python -m tests.transformers.every_model`` finds it out and writes the table of docs/transformers.md, with names of
-types only their rows; ``test_every_model.py`` compares. A model that computes something else raises AssertionError.
+``python -m tests.transformers.every_model`` runs them and writes the table of docs/transformers.md, or only the rows of
+given types; ``test_every_model.py`` compares. A model with wrong results raises AssertionError.
 """
 import copy
 import re
@@ -30,7 +30,8 @@ NAMES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 WORKS = "works"
 VERSION = ".".join(transformers.__version__.split(".")[:2])
 LENGTH, SMALL = 14, 3
-# Eager attention of a row that sees nothing is the mean of all values, which BLT's patches mix with real tokens.
+# In a row without visible keys, eager attention gives the mean of all values, and BLT's patches mix it with real
+# tokens.
 PADDED_RIGHT = {"blt"}
 WITHOUT_WINDOW = {"mistral"}  # all layers have a sliding window, if the configuration sets one
 
@@ -85,7 +86,7 @@ def _check_implementation(model: Any, eager: Any, name: str, ids: Tensor) -> Non
 
 
 def _conversion(model: Any, name: str, ids: Tensor) -> str:
-    """``model``: with eager attention; it is converted."""
+    """Convert ``model``, which has eager attention, and check it."""
     expected, steps, before = _logits(model, ids, use_cache=False), _steps(model, ids), _state(model)
     try:
         dmt.convert(model, LENGTH)
@@ -115,7 +116,8 @@ def _conversion(model: Any, name: str, ids: Tensor) -> str:
 
 
 def _check_gates(model: Any, name: str, ids: Tensor, outcome: str) -> None:
-    """``model``: with eager attention. Converted with ``policy="gate"`` it is refused for the same reason, or works."""
+    """``model``, which has eager attention, is converted with ``policy="gate"``: it is refused for the same reason, or
+    works."""
     expected, steps, before = _logits(model, ids, use_cache=False), _steps(model, ids), _state(model)
     try:
         dmt.convert(model, policy="gate", delay=SMALL, sinks=1)
@@ -155,7 +157,7 @@ def _other_last(ids: Tensor) -> Tensor:
 
 
 def _close(found: Tensor, expected: Tensor, what: str) -> None:
-    """In float32, of numbers whose rounding depends on the shapes of a call."""
+    """Compare float32 results whose rounding depends on the shapes of a call."""
     off, size = (found - expected).abs().max().item(), max(expected.abs().max().item(), 1)
     assert off <= 5e-5 * size, f"{what} are off by {off:.3g}, the largest is {size:.3g}"
 
@@ -174,13 +176,13 @@ def _cached(model: Any, ids: Tensor, steps: Iterable[int], cache: Any = None) ->
 
 
 def _steps(eager: Any, ids: Tensor) -> tuple[int, ...] | None:
-    """Of how many tokens this model takes the steps of a cache rightly with transformers' own attention."""
+    """Numbers of tokens per step for which transformers' own attention gives right results with this model's cache."""
     expected = _logits(eager, ids, use_cache=False)
     for steps in ((8, 5, 1), (11, 1, 1, 1)):
         try:
             _close(_cached(eager, ids, steps), expected, "")
             return steps
-        except (AssertionError, AttributeError, RuntimeError, ValueError):  # a limit of transformers'
+        except (AssertionError, AttributeError, RuntimeError, ValueError):  # a limit of transformers
             continue
     return None
 
@@ -227,7 +229,7 @@ def sources() -> Iterator[Path]:
 
 # ---- the table ----
 def table(outcomes: dict[str, tuple[str, str]]) -> str:
-    """The part of the page between its marks."""
+    """The page's text between its markers."""
     types = defaultdict(list)
     for name, found in outcomes.items():
         types[found].append(name)
@@ -251,7 +253,7 @@ def recorded() -> tuple[str, dict[str, tuple[str, str]]]:
 
 
 def main(names: list[str]) -> None:
-    torch.set_num_threads(1)  # the models are too small for more
+    torch.set_num_threads(1)  # the models are too small for more threads
     version, outcomes = recorded() if names else (VERSION, {})
     if version != VERSION:
         sys.exit(f"the table is of transformers {version}, not {VERSION}: find out about all types")

@@ -1,4 +1,4 @@
-"""Small random models of transformers, batches for them, and what makes two ways of computing them comparable."""
+"""Small random models of transformers, batches for them, and helpers to compare two implementations."""
 import copy
 import json
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ SIZES = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 64, "
          "bos_token_id": 1, "eos_token_id": 2}
 HEADS = {"head_dim": 16}
 LOCAL = {"sliding_window": 8}
-# Every expert takes part in every token: which ones a router takes would hang on a rounding.
+# Every token uses every expert, because a router's choice could depend on a rounding.
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "doge": ("Doge", {"keep_window_size": WINDOW}),
     "doge-moe": ("Doge", {"keep_window_size": WINDOW, "is_moe": True, "num_experts": 16, "num_experts_per_tok": 16}),
@@ -48,8 +48,8 @@ def config_of(name: str, **others: Any) -> Any:
 
 
 def randomize(model: nn.Module, seed: int = 0, spread: float = 0.15) -> nn.Module:
-    """Draw all matrices, and the ``A`` of dynamic masks, so that every part of the model matters and no score is so
-    large that its key has all the weight."""
+    """Draw all matrices, and the ``A`` of dynamic masks, so that every part of the model matters and no key gets all
+    the weight."""
     torch.manual_seed(seed)
     for name, parameter in model.named_parameters():
         if name.endswith(".A"):
@@ -101,8 +101,8 @@ def batch(how: str, rows: int = 2, length: int = LENGTH, seed: int = 1) -> tuple
 
 
 def check_unchanged(name: str, how: str, *added: str, **options: Any) -> None:
-    """A model computes after ``convert`` what it has computed, with its parameters and new ones named like this in each
-    layer that has a dynamic mask."""
+    """Check that ``convert`` does not change a model's results, and adds parameters of these names to each layer with a
+    dynamic mask."""
     given, real = batch(how)
     model = model_of(name, "eager")
     expected = model(**given).logits[real]
@@ -117,7 +117,8 @@ def check_unchanged(name: str, how: str, *added: str, **options: Any) -> None:
 
 
 def check_reloaded(model: Any, folder: Path, noted: dict[str, Any], form: Any = None, **options: Any) -> Any:
-    """A model saved, with this note in its configuration, and loaded, which computes the same; the loaded one."""
+    """Save a model, with this note in its configuration, load it and check that it computes the same; returns the
+    loaded model."""
     given, real = batch("left")
     expected = model(**given).logits[real]
     model.save_pretrained(folder)
@@ -132,7 +133,7 @@ def check_reloaded(model: Any, folder: Path, noted: dict[str, Any], form: Any = 
 
 
 def best_by_position(scores: Tensor, k: int, dim: int = -1, **_: Any) -> Any:
-    """``torch.topk`` that takes the last of equal scores, as a selection of ours does."""
+    """``torch.topk`` that prefers the last of equal scores, as this library does."""
     assert dim == -1
     order = scores.shape[-1] - 1 - scores.flip(-1).argsort(dim=-1, descending=True, stable=True)[..., :k]
     return torch.return_types.topk((scores.gather(-1, order), order))
@@ -140,7 +141,7 @@ def best_by_position(scores: Tensor, k: int, dim: int = -1, **_: Any) -> Any:
 
 @contextmanager
 def ties_broken_alike(*models: nn.Module) -> Iterator[None]:
-    """Doge's own implementation with scores that are equal for equal values, and the newest of equal ones kept.
+    """Inside the context, Doge's own implementation gives equal values equal scores and keeps the newest of them.
 
     Tokens that repeat have equal scores in layer 0. transformers' ``topk`` keeps any of them, and its scores differ in
     the last bit with the shapes of a call.

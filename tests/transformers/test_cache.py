@@ -1,4 +1,4 @@
-"""``DynamicMaskCache`` after calls that fail, layers that attend twice, and steps as CUDA graphs (by a small fake)."""
+"""``DynamicMaskCache`` after failed calls, layers that attend twice, and steps as CUDA graphs (with a small fake)."""
 import contextlib
 import copy
 from types import SimpleNamespace
@@ -129,7 +129,7 @@ def test_a_call_that_fails_in_the_middle_is_not_gone_on_with(model, layer, where
     (lambda cache: cache.batch_repeat_interleave(2), DynamicCache, "select_batch"),
     (lambda cache: cache.crop(-3), DynamicCache, "update")], ids=["reorder", "select", "repeat", "crop"])
 def test_a_change_that_fails(model, change, owner, name, layer, monkeypatch):
-    """In the first layer nothing has changed. In another, the cache takes no more tokens."""
+    """A failure in the first layer changes nothing; after one in a later layer, the cache refuses further tokens."""
     cache, other = (filled(model, small.WINDOW) for _ in range(2))
     before = contents(cache)
     with failing(monkeypatch, owner, name, layer + 1):
@@ -188,7 +188,8 @@ def test_tokens_after_a_recording_end_it():
                                  GateMask(5, -1.0, 1, 1.0)], ids=["windows", "capacities", "no capacity"])
 @pytest.mark.parametrize("recorded", [False, True])
 def test_a_layer_whose_heads_have_rows_of_their_own(how, recorded):
-    """It is cropped, and its rows repeated, reordered and selected, as if it had had the other tokens only."""
+    """Cropping, repeating, reordering and selecting rows leave the state of a cache that never had the removed
+    tokens."""
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, 90, heads, 8, generator=generator) for heads in (4, 2, 2))
     scores = torch.randn(2, 2, 90, generator=generator)
@@ -220,7 +221,7 @@ def test_a_layer_whose_heads_have_rows_of_their_own(how, recorded):
 
 
 def test_padding_of_an_earlier_call_forbids_a_crop():
-    """A row with padding holds fewer tokens than the layer has counted, whatever the calls after it bring."""
+    """A row with padding holds fewer tokens than the layer has counted, also after later calls without padding."""
     layer, generator = DynamicMaskLayer(), torch.Generator().manual_seed(0)
     append(layer, 3, generator, real=torch.tensor([[True, True, True], [True, True, False]]), window=16)
     append(layer, 2, generator)
@@ -258,7 +259,7 @@ def test_rows_change_while_the_past_is_recorded(model, rows, removed):
 @pytest.mark.parametrize("length", [1, 5])
 @pytest.mark.parametrize("removed", [0, 1])
 def test_a_draft_is_not_copied(model, length, removed, monkeypatch):
-    """The tokens of one call wait outside the cache: what ``crop`` removes has never been there."""
+    """The tokens of a call wait outside the cache, so tokens that ``crop`` removes never enter it."""
     cache, other = filled(model), filled(model)
     cache.activate_past_recording()
     with monkeypatch.context() as patch:
@@ -274,7 +275,7 @@ def test_a_draft_is_not_copied(model, length, removed, monkeypatch):
 
 @pytest.mark.parametrize("what", ["store", "copy", "reorder", "select", "stops", "call", "end", "reset"])
 def test_a_draft_that_is_looked_at(model, what):
-    """Its tokens are in the cache for all others, and can be taken back."""
+    """Once read, the tokens of a draft are in the cache, and can still be removed."""
     cache, other = (DynamicMaskCache(model.config, record_stops=True) for _ in range(2))
     for each in (cache, other):
         logits(model, IDS[:, :30], each)
@@ -294,7 +295,7 @@ def test_a_draft_that_is_looked_at(model, what):
     found, expected = (logits(model, IDS[:, 40:43], each) for each in (cache, other))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     if what not in ("end", "reset"):
-        cache.crop(-(length - 31) - 3)  # the last call, and all of the draft but a token
+        cache.crop(-(length - 31) - 3)  # removes the last call, and all of the draft but one token
         assert {length for layer in cache.layers for store in layer.stores for length in store.length.tolist()} == {31}
 
 
@@ -320,7 +321,8 @@ def differential() -> Any:
 
 @pytest.mark.parametrize("search", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
 def test_a_layer_that_attends_twice(differential, search):
-    """DiffLlama: the same keys with one half of the values, then with the other. Each has a selection of its own."""
+    """DiffLlama attends with one half of the values, then with the other, over the same keys. Each call has its own
+    selection."""
     how = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "pad_token_id": 0, **search}
     found = differential.generate(IDS[:, :20], **how, return_dict_in_generate=True)
     assert torch.equal(found.sequences, differential.generate(IDS[:, :20], use_cache=False, **how))
@@ -352,8 +354,8 @@ def test_a_layer_that_fails_the_second_time(differential, call, monkeypatch):
 
 # ---- a step as a CUDA graph -----------------------------------------------------------------------------------------
 class FakeCuda:
-    """CUDA graphs on a CPU: what is captured is the call under way, which a replay repeats on the layers' counters of
-    before, as kernels know nothing of those."""
+    """CUDA graphs on a CPU: captures the current call. A replay repeats it with the layers' old counters, because
+    kernels do not know those."""
 
     def __init__(self, model: Any, monkeypatch: Any):
         self.model, self.training, self.device, self.captures = model, False, SimpleNamespace(type="cuda"), 0
@@ -400,7 +402,7 @@ class FakeCuda:
 
 
 def steps(model: Any, step: Any, other: Any, begin: int, n: int = 2, rows: Any = slice(None)) -> None:
-    """``n`` tokens by ``step`` and, one call each, on the cache ``other``."""
+    """Decode ``n`` tokens by ``step``, and the same by calls on the cache ``other``."""
     for place in range(begin, begin + n):
         ids = IDS[rows, place:place + 1]
         expected = logits(model, ids, other, position_ids=other.layers[0].store.length[:, None])
@@ -448,7 +450,7 @@ def test_a_step_after_crop(model, monkeypatch):
 
 @pytest.mark.parametrize("call", [1, 2, 3])
 def test_a_capture_that_fails_has_changed_nothing(model, call, monkeypatch):
-    """In either pass of the warm-up or in the capture, when the cache has got other rows, too."""
+    """Whether it fails in a warm-up pass or in the capture, even after the cache's rows have changed."""
     cache, other = filled(model), filled(model)
     fake, before = FakeCuda(model, monkeypatch), contents(cache)
     fake.fail_at = call

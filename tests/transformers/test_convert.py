@@ -1,4 +1,4 @@
-"""Dynamic masks for models that have none: the same function at first, other parameters, saved and loaded."""
+"""Dynamic masks for models without any: equal results at first, new parameters, saving and loading."""
 import copy
 import json
 import pickle
@@ -64,7 +64,7 @@ def test_the_mask_is_what_it_says(options, how):
 
 
 def test_it_learns():
-    """``A`` at first, and once it has moved the projection, too."""
+    """First only ``A`` learns; once ``A`` is nonzero, the projection learns too."""
     model = small.converted("llama")
     for layer in model.model.layers:
         torch.nn.init.zeros_(layer.self_attn.A)
@@ -86,7 +86,7 @@ def test_it_learns():
     (torch.tensor([[9, 4], [6, 6]]), [[9, 4], 6], [(9, 4), 6])], ids=str)
 @pytest.mark.parametrize("options", [{}, {"policy": "window", "sinks": 1}, {"policy": "gate", "delay": 5}], ids=str)
 def test_budgets(given, noted, each, options, tmp_path):
-    """Of layers and kv heads, in the configuration, in a model loaded from it, and in its caches."""
+    """Budgets per layer and kv head, in the configuration, in a model loaded from it, and in its caches."""
     name = "capacity" if options.get("policy") == "gate" else "window"
     model = small.randomize(dmt.convert(small.model_of("llama", "eager"), **{name: given}, **options))
     model.save_pretrained(tmp_path)
@@ -129,7 +129,7 @@ def test_a_long_window_by_the_input_changes_nothing(name, how):
 
 @pytest.mark.parametrize("how", ["plain", "left"])
 def test_the_projection_of_the_input_learns_at_once(how):
-    """Its gradient comes through the key bias and agrees with a difference quotient."""
+    """Its gradient arrives through the key bias and agrees with a difference quotient."""
     model = dmt.convert(small.model_of("llama", "eager"), small.LENGTH, scores="input").double()
     given, real = small.batch(how)
 
@@ -261,7 +261,7 @@ def test_a_model_that_has_become_bidirectional():
         model(**small.batch("plain")[0])
 
 
-# ---- pickles, and what stands for dt_proj ----
+# ---- pickles, and replacements of dt_proj ----
 def test_pickles():
     model = small.converted("llama", sinks=1)
     given, _ = small.batch("plain")
@@ -317,7 +317,7 @@ def test_an_adapter_on_the_projection_of_a_doge(how):
 
 @pytest.mark.parametrize("options", [{}, {"sinks": 2, "recent": 3}], ids=str)
 def test_hooks_and_adapters_of_a_converted_model(options):
-    """A hook that changes the projection is the projection changed, with a cache, too."""
+    """A hook on the projection has the same effect as a changed projection, also with a cache."""
     given, _ = small.batch("plain")
     model = small.converted("llama", **options)
     twice = copy.deepcopy(model)

@@ -1,4 +1,4 @@
-"""Every causal language model of transformers works as docs/transformers.md says, or is refused as it says."""
+"""Every causal language model of transformers works or is refused as docs/transformers.md says."""
 import ast
 import inspect
 import re
@@ -11,15 +11,16 @@ transformers = pytest.importorskip("transformers")
 from cupy_dma.transformers import attention_forward  # noqa: E402
 from tests.transformers import every_model  # noqa: E402
 
-# Types whose faults were of different kinds; the others are slow together.
+# Types that cover different kinds of faults; all types together are slow.
 QUICK = {"bart", "bert", "bigbird_pegasus", "bloom", "deepseek_v3", "deepseek_v32", "diffllama", "dory", "falcon",
          "falcon_h1", "gemma3n_text", "gemma4_text", "gemma4_unified", "git", "got_ocr2", "gpt_oss", "hrm_text",
          "inkling2_text", "inkling_text", "jetmoe", "longcat_flash", "minimax", "minimax_m3_vl_text", "mllama", "mpt",
          "xglm", "zamba"}
-# What models pass to the attention interface beside its parameters: the mask says it, or it is for other kernels.
+# Extra arguments that models pass to the attention interface: the mask already has them, or only other kernels use
+# them.
 IGNORED = {"sliding_window", "position_ids", "max_length_q", "max_length_k", "output_attentions", "deterministic"}
 REFUSED = {"head_mask", "indices", "block_indices"}
-# By version, faults of transformers: two cannot be built, and moshi's eager attention is not causal.
+# Faults of transformers by version: two types cannot be built, and moshi's eager attention is not causal.
 BROKEN = {"5.17": {"cohere_compass_text", "gemma4_unified_assistant", "moshi"}}
 UPDATE = "run: python -m tests.transformers.every_model"
 
@@ -47,7 +48,8 @@ def test_the_table_is_complete():
 
 
 def test_what_models_pass_is_known():
-    """A keyword that transformers adds may change the function: it is served, refused, or has no effect."""
+    """New keywords of transformers may change results, so each must be known as supported, refused or without
+    effect."""
     served = {name for name, parameter in inspect.signature(attention_forward).parameters.items()
               if parameter.kind is parameter.KEYWORD_ONLY} | {"attention_mask"}
     unknown = {}

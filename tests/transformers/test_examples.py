@@ -1,4 +1,4 @@
-"""The examples and the page of the docs on transformers run, and notice what they are there to notice."""
+"""The transformers examples and docs page run, and their checks detect errors."""
 import contextlib
 import re
 

@@ -1,5 +1,5 @@
-"""Models with gates: the same function at first, attention as written out, generation, saving and loading. And those of
-the policy they are compared with, sinks and a window."""
+"""Models with gates: equal results at first, attention against its formula, generation, saving and loading. Also the
+policy that they are compared with, sinks and a window."""
 import copy
 import pickle
 from dataclasses import replace
@@ -27,7 +27,7 @@ def gates_of(model: Any) -> list[Any]:
 
 
 def gated(name: str, **options: Any) -> Any:
-    """About half of its gates are closed."""
+    """A model with about half of its gates closed."""
     model = dmt.convert(small.model_of(name, "eager"), policy="gate", **{"delay": DELAY, "sinks": SINKS, **options})
     torch.manual_seed(2)
     for gate in gates_of(model):
@@ -52,7 +52,7 @@ def test_open_gates_change_nothing(name, how):
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("how", ["plain", "left", "packed"])
 def test_gates_written_out(how, training):
-    """Against attention with the gates as a dense mask and bias, layer by layer, and what the gates learn by it."""
+    """Layer by layer, outputs and gradients of the gates against attention with the gates as a dense mask and bias."""
     given, real = small.batch(how)
     model = gated("llama", threshold=-1e6)
     for gate in gates_of(model):
@@ -101,7 +101,7 @@ def test_checkpointing(name):
             enable = "activation_checkpointing_enable" if small.VERSION >= (5, 20) else "gradient_checkpointing_enable"
             getattr(model, enable)({"use_reentrant": False})
             for layer in model.model.layers:
-                layer.training = True  # which is what transformers asks
+                layer.training = True  # transformers checks this flag
         torch.manual_seed(3)
         model.zero_grad()
         model(**given, use_cache=False).logits.square().mean().backward()
@@ -144,7 +144,7 @@ def test_assisted_decoding(draft):
 @pytest.mark.parametrize("steps", [(25, 1, 10, 4), (1,) * 40])
 @pytest.mark.parametrize("kind", [dmt.FullGatedCache, dmt.GatedCache])
 def test_logits_of_parts(steps, kind):
-    """And of a cache whose rows have been repeated, selected, reordered and cropped."""
+    """Logits in pieces, also with a cache whose rows were repeated, selected, reordered and cropped."""
     given, real = small.batch("left")
     model, ids = gated("llama"), given["input_ids"]
     expected = model(**given, use_cache=False).logits
@@ -211,7 +211,7 @@ def test_a_bounded_cache():
 
 @pytest.mark.parametrize("how", ["plain", "left"])
 def test_a_capacity_of_the_model(how):
-    """Forward passes keep to it, as generation does; open gates, and gates in training, have none."""
+    """Forward passes respect it, as generation does; open gates and gates in training have no capacity."""
     model = gated("llama", capacity=[[3, 6], 2])
     given, real = small.batch(how)
     logits = model(**given, use_cache=False).logits[real]
@@ -254,7 +254,7 @@ def test_what_a_gated_cache_does_not_take():
 
 @pytest.mark.parametrize("kind", [dmt.FullGatedCache, dmt.GatedCache])
 def test_soft_gates_in_a_cache(kind):
-    """Gates in training mode, as forward passes draw them."""
+    """In training mode, gates in a cache are drawn as in forward passes."""
     model, ids = gated("llama", threshold=-4.0), small.batch("plain")[0]["input_ids"]
     for gate in gates_of(model):
         gate.train()
@@ -312,7 +312,7 @@ def test_saved_and_loaded(name, hidden, kind, tmp_path):
     assert [repr(gate) for gate in gates_of(loaded)] == [repr(gate) for gate in gates_of(model)]
     found = loaded.generate(**prompt("left"), **GREEDY)
     assert torch.equal(found, model.generate(**prompt("left"), **GREEDY))
-    if kind == torch.float32:  # the caches add in another order, which decides ties in 16 bits
+    if kind == torch.float32:  # caches sum in another order, which decides ties in 16 bits
         full = {small.CACHE: dmt.FullGatedCache(model.config)}
         assert torch.equal(found, model.generate(**prompt("left"), **GREEDY, **full))
 
@@ -339,7 +339,7 @@ def test_what_is_trainable(trainable):
 # ---- sinks and a window ----
 @pytest.mark.parametrize("how", ["plain", "left", "packed"])
 def test_a_window_is_what_it_says(how):
-    """Against eager attention under a mask written out: position by position, of real tokens."""
+    """Against eager attention with an explicit mask, over real tokens."""
     given, real = small.batch(how)
     model = small.model_of("llama", "eager")
     n, position = small.LENGTH, given.get("position_ids", torch.arange(small.LENGTH)[None]).expand(2, -1)

@@ -1,4 +1,4 @@
-"""Generation: a cache of ``window`` rows gives the tokens that a full cache gives, and transformers' own attention."""
+"""Generation: a cache of ``window`` rows gives the tokens of a full cache and of transformers' own attention."""
 import copy
 from typing import Any
 
@@ -17,7 +17,7 @@ BEAMS = {**GREEDY, "num_beams": 3, "num_return_sequences": 2}
 
 
 def dynamic(name: str, **options: Any) -> Any:
-    """A model with dynamic masks whose scores decide much."""
+    """A model with dynamic masks and scores that strongly affect its outputs."""
     model = small.model_of(name) if name in small.DOGES else small.converted(name, **options)
     return small.randomize(model, spread=0.25)
 
@@ -128,12 +128,12 @@ def test_memory_does_not_grow():
         assert cache.get_seq_length() == length + NEW - 1
         sizes.append(cache.memory_bytes)
     rows = 3 * 2 * small.WINDOW  # batch, kv heads, window
-    assert sizes[0] == sizes[1] < 2 * rows * (2 * 16 * 4 + 32)  # two layers; key and value, and what is noted of a key
+    assert sizes[0] == sizes[1] < 2 * rows * (2 * 16 * 4 + 32)  # two layers; key and value, and metadata per key
 
 
 @pytest.mark.parametrize(("name", "options"), [("llama", {"layers": [1]}), ("gemma2", {})], ids=str)
 def test_some_layers_have_dynamic_masks(name, options):
-    """Those that were named, or those without a sliding window."""
+    """The named layers, or those without a sliding window."""
     model = dynamic(name, **options)
     found, cache = generated(model, prompt("left"), **GREEDY)
     assert [isinstance(layer, DynamicMaskLayer) for layer in cache.layers] == [False, True]
@@ -149,7 +149,7 @@ def logits(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
 @pytest.mark.parametrize("name", ["doge", "llama"])
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 def test_in_pieces(name, kind):
-    """A prompt in chunks, and in one, and the tokens one by one."""
+    """A prompt in chunks or in one piece, then tokens one by one."""
     model = dynamic(name).to(getattr(torch, kind))
     ids = prompt("plain")["input_ids"]
     with torch.no_grad():
@@ -188,7 +188,7 @@ def test_crop_of_what_was_recorded(removed):
         logits(model, ids[:, place:place + 1], other)
     found, expected = (logits(model, ids[:, 34 - removed:40], each) for each in (cache, other))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
-    cache.crop(-1)  # of the last call, recorded, too
+    cache.crop(-1)  # a token of the last call, recorded too
     assert cache.get_seq_length() == 39
 
 
@@ -229,7 +229,7 @@ def test_crop_that_cannot_be_exact():
 def test_rows_are_chosen_repeated_and_forgotten():
     model, ids = dynamic("llama"), prompt("plain")["input_ids"]
     cache, other = DynamicMaskCache(model.config), DynamicMaskCache(model.config)
-    cache.batch_repeat_interleave(2)  # of nothing
+    cache.batch_repeat_interleave(2)  # on an empty cache
     logits(model, ids[:2, :20], cache)
     logits(model, ids[[1, 1, 0, 0], :20], other)
     cache.batch_repeat_interleave(2)

@@ -1,4 +1,4 @@
-"""What a mask function says, what a layer without a mask sees, and learned sinks."""
+"""Mask functions, layers without a mask, and learned sinks."""
 import copy
 from types import SimpleNamespace
 
@@ -77,7 +77,7 @@ def test_packed_sequences_keep_their_keys():
 
 @pytest.mark.parametrize("how", [DynamicMask(3), DynamicMask(2, sinks=1, recent=2)], ids=str)
 def test_a_selection_within_chunks_of_packed_sequences(how):
-    """Both begin documents: every part between two of their bounds selects among its own keys."""
+    """Chunks and sequences both start documents; keys are selected within each piece between two starts."""
     torch.manual_seed(0)
     q, k, v = torch.randn(1, 4, 30, 8), torch.randn(1, 2, 30, 8), torch.randn(1, 2, 30, 8)
     module = SimpleNamespace(dynamic_mask=how, dynamic_cache=None, dt_proj=torch.nn.Linear(16, 2, bias=False),
@@ -105,7 +105,7 @@ def test_masks_that_are_refused():
 @pytest.mark.parametrize("given", [True, False, None])
 @pytest.mark.parametrize("mask", ["causal", "all", None])
 def test_who_says_that_attention_is_causal(own, given, mask):
-    """The mask, then the call, then the module; a module that does not say attends to all keys."""
+    """The mask decides, else the call, else the module; without any of these, queries attend to all keys."""
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 2, 6, 4)
     module = SimpleNamespace() if own is None else SimpleNamespace(is_causal=own)

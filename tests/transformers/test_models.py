@@ -1,8 +1,8 @@
-"""Models with ``attn_implementation="cupy_dma"`` compute what they compute with transformers' own attention.
+"""Models with ``attn_implementation="cupy_dma"`` give the results of transformers' own attention.
 
-Right means SPEC section 12 for a whole model: the error may be twice that of the model with plain attention in the same
-precision (eager), three times for gradients, plus roundings: of the result (four, as the norms of the float64 model,
-which is the truth, still round to float32), and for the gradient of ``A``, which is a sum over all keys, of its terms.
+Tolerance: SPEC section 12 for a whole model. The error may be twice that of the model with plain attention in the same
+precision (eager), three times for gradients, plus roundings: four of the result, because norms of the float64 reference
+model still round to float32, and for the gradient of ``A``, a sum over all keys, roundings of its terms.
 """
 import tracemalloc
 from collections.abc import Iterator
@@ -37,8 +37,8 @@ def results(model: Any, given: dict[str, Any], real: torch.Tensor) -> dict[str, 
 
 @contextmanager
 def terms_of_A(model: Any) -> Iterator[dict[str, float]]:
-    """The largest sum of ``|dscore * score * softplus(dt)|`` over the keys, of which the gradient of each ``A`` is the
-    sum; known after a backward pass within the context."""
+    """The largest sum of ``|dscore * score * softplus(dt)|`` over the keys; without the absolute values, the sum is the
+    gradient of an ``A``. Known after a backward pass inside the context."""
     found: dict[str, float] = {}
     seen: list[tuple[str, Any, torch.Tensor]] = []
 
@@ -77,8 +77,8 @@ def check(name: str, kind: str, how: str, **others: Any) -> None:
     assert not wrong, wrong
 
 
-# Not with padding on the left: Doge's router mixes the tokens of a batch, and what padding computes is arbitrary; and
-# there is no float64 truth with a softcap, as eager attention of a row that sees nothing is NaN in float64.
+# Not with padding on the left: Doge's router mixes the tokens of a batch, and outputs of padding are arbitrary. With a
+# softcap there is no float64 reference, because eager attention gives NaN in rows without visible keys.
 CASES = [(name, how) for name in small.FORMS for how in ("plain", "left", "right", "packed")
          if how != "left" or name not in ("doge-moe", *SOFTCAPPED)]
 
@@ -110,7 +110,7 @@ def test_doge_within_a_sliding_window():
 
 
 def test_ties_are_broken_by_position():
-    """What transformers leaves open: with equal scores, ``A = 0``, the newest keys are kept."""
+    """transformers leaves ties open; here equal scores (``A = 0``) keep the newest keys."""
     model = small.model_of("doge")
     for layer in model.model.layers:
         torch.nn.init.zeros_(layer.self_attn.A)
@@ -148,7 +148,7 @@ def test_compiled(name, how):
 
 
 class _Largest(TorchDispatchMode):
-    """The most elements of a tensor that an operator returns."""
+    """Records the largest number of elements that an operator returns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class _Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("name, how", [("doge", "plain"), ("doge", "left"), ("llama", "left"), ("mistral", "packed")])
 def test_nothing_of_queries_times_keys_is_made(name, how):
-    """Neither a tensor nor an array of the NumPy backend; eager attention makes some of (2, 4, N, N)."""
+    """No tensor, and no array of the NumPy backend, has that size; eager attention makes some of (2, 4, N, N)."""
     length = 2048
     given, real = small.batch(how, rows=1, length=length)
     model = small.model_of(name, max_position_embeddings=length)
@@ -177,7 +177,7 @@ def test_nothing_of_queries_times_keys_is_made(name, how):
     assert peak < 4 * length**2, peak
 
 
-# ---- what is refused ----
+# ---- bad input ----
 def test_dropout_of_attention_weights():
     model = small.model_of("llama", attention_dropout=0.1)
     given, _ = small.batch("plain")

@@ -1,4 +1,4 @@
-"""LoRA of peft on converted models: what is trained, saved and loaded, and merged."""
+"""LoRA of peft on converted models: trained parameters, saving and loading, merging."""
 import copy
 from typing import Any
 
@@ -13,7 +13,7 @@ from cupy_dma import retrofit  # noqa: E402
 from tests.transformers import small_models as small  # noqa: E402
 from tests.transformers.test_generation import GREEDY, prompt  # noqa: E402
 
-# The policy, and which of its modules are trained and saved whole, beside the adapters.
+# The policy, and the modules that are trained and saved whole, beside the adapters.
 POLICIES = {"gate": ({"policy": "gate", "delay": 5, "sinks": 2}, ["retention_gate"]),
             "input": ({"window": small.WINDOW, "scores": "input"}, ["score_proj"]),
             "value": ({"window": small.WINDOW}, None)}
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.usefixtures("one_thread"),
 
 
 def adapted(policy: str) -> tuple[Any, Any]:
-    """A converted model and its copy with adapters, all of whose parameters matter."""
+    """A converted model, and a copy of it with adapters; all their parameters matter."""
     options, whole = POLICIES[policy]
     base = small.randomize(dmt.convert(small.model_of("llama", "eager"), **options))
     targets = ["q_proj", "v_proj", "down_proj", *([] if whole else ["dt_proj"])]
@@ -61,7 +61,7 @@ def test_the_base_stays_and_the_rest_learns(policy):
 @pytest.mark.parametrize("how", ["plain", "left"])
 def test_saved_loaded_and_merged(policy, how, tmp_path):
     base, model = adapted(policy)
-    with torch.no_grad():  # away from the base's
+    with torch.no_grad():  # move away from the base model
         for name, parameter in model.named_parameters():
             if "modules_to_save" in name and name.endswith("weight"):
                 torch.nn.init.normal_(parameter, std=0.2)
@@ -84,12 +84,12 @@ def test_saved_loaded_and_merged(policy, how, tmp_path):
 
 
 def test_a_retrofit_with_adapters():
-    """The divergence is from the model before; gates and adapters learn, and gates close."""
+    """Divergence is measured from the original model; gates and adapters learn, and gates close."""
     base, model = adapted("gate")
     texts = [torch.randint(3, small.VOCABULARY, (2, 40), generator=torch.Generator().manual_seed(i)) for i in range(3)]
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "lora_B" in name or "modules_to_save" in name:  # the function of the base, with open gates
+            if "lora_B" in name or "modules_to_save" in name:  # results of the base model, with open gates
                 parameter.zero_()
     before = {name: p.clone() for name, p in model.named_parameters()}
     logs = retrofit.train(model, texts, steps=3, ratio=4, trainable=None, teacher=base, rate=1e-3, base_rate=1e-3,

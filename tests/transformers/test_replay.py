@@ -1,4 +1,5 @@
-"""A generated text in one forward pass, under what the sampler's cache saw: the sampler's logits."""
+"""One forward pass over a generated text, with the mask that the sampler's cache recorded, gives the sampler's
+logits."""
 import contextlib
 from typing import Any
 
@@ -42,7 +43,7 @@ def replayed(model: Any, stops: Any, ids: Any, padding: Any) -> Any:
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("how", ["plain", "left"])
 def test_the_samplers_logits(name, how):
-    """Prefill and single tokens, as ``generate`` makes them; the last token has been in no cache."""
+    """Prefill and single tokens, as ``generate`` runs them; the last token was never in the cache."""
     model, given = MODELS[name]().requires_grad_(), prompt(how)
     cache = cache_of(name, model)
     found = model.generate(**given, **SAMPLED, **{small.CACHE: cache}, output_logits=True,
@@ -57,7 +58,7 @@ def test_the_samplers_logits(name, how):
     sampler = torch.stack(found.logits, 1)
     logits = replayed(model, stops, ids, padding)[:, 29:-1]
     torch.testing.assert_close(logits, sampler, rtol=0, atol=2e-5 * max(1, sampler.abs().max().item()))
-    if name == "gate, bounded":  # which the model by itself does not know
+    if name == "gate, bounded":  # the model itself does not know the bound
         own = model(input_ids=ids, attention_mask=padding, use_cache=False).logits[:, 29:-1]
         assert (own - sampler).abs().max() > 1e-2
     loss = torch.log_softmax(logits, -1).gather(2, ids[:, 30:, None]).mean()
@@ -68,7 +69,7 @@ def test_the_samplers_logits(name, how):
 
 @pytest.mark.parametrize("name", ["top_w", "gate", "gate, bounded", "gate, full"])
 def test_appended_in_parts_and_moved(name):
-    """Chunks and single tokens with padding, rows that are repeated, selected, reordered, and cropped."""
+    """Chunks and single tokens with padding; rows are repeated, selected, reordered and cropped."""
     given, real = small.batch("left")
     model, ids, padding = MODELS[name](), given["input_ids"], given["attention_mask"]
     cache, rows, found, begin = cache_of(name, model), torch.arange(2), torch.zeros(2, 0, small.VOCABULARY), 0
@@ -103,12 +104,12 @@ def test_appended_in_parts_and_moved(name):
     keep = real[rows, :begin]
     torch.testing.assert_close(expected[keep], found[keep], rtol=0, atol=2e-5 * max(1, found.abs().max().item()))
     if name != "gate, full":
-        for stop in stops:  # padding is seen by nobody
+        for stop in stops:  # no query sees padding
             assert (stop.transpose(1, 2)[~keep] == torch.nonzero(~keep)[:, 1:]).all()
 
 
 def test_stops_are_those_of_the_gates():
-    """Without a bound, the mask of the gates themselves; and bounds keep the highest logits."""
+    """Without a bound, stops equal the mask of the gates; with a bound, the highest logits are kept."""
     model, given = gated("llama"), small.batch("plain")[0]
     full, own = dmt.FullGatedCache(model.config), dmt.GatedCache(model.config, record_stops=True)
     for cache in (full, own):

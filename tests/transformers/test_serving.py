@@ -1,4 +1,5 @@
-"""Continuous batching: every text as if it were alone, whoever joins, leaves or fails beside it."""
+"""Continuous batching: every text gets the tokens it would get alone, whichever requests join, leave or fail beside
+it."""
 import queue
 import re
 import threading
@@ -44,7 +45,7 @@ def prompts_of(lengths: Any = LENGTHS, seed: int = 3) -> list[list[int]]:
 
 
 def alone(model: Any, prompt: list[int], n: int, **options: Any) -> list[int]:
-    """What ``generate`` says."""
+    """The tokens of ``generate``."""
     found = model.generate(torch.tensor([prompt]), max_new_tokens=n, do_sample=False, pad_token_id=0, **options)
     return found[0, len(prompt):].tolist()
 
@@ -56,7 +57,7 @@ def finish(batching: ContinuousBatching) -> None:
 
 
 def right(model: Any, requests: Any, n: int) -> None:
-    """All have ended well, with the tokens of each alone."""
+    """Whether all requests ended without an error, with the tokens that each gets alone."""
     for request in requests:
         assert request.error is None and request.status.name == "FINISHED"
         assert request.generated_tokens == alone(model, request.prompt_ids, n)
@@ -103,7 +104,7 @@ def test_rows_of_8_bits(options, kind, storage):
 @pytest.mark.parametrize("name", [name for name, (_, converts) in every_model.recorded()[1].items()
                                   if name in every_model.NAMES and (converts == "works" or name == "doge")])
 def test_every_type(name):
-    """It is refused, or right."""
+    """Every model type is refused or gives right tokens."""
     if name in BROKEN.get(every_model.VERSION, ()):
         pytest.skip(f"broken in transformers {every_model.VERSION}")
     model, config = causal_models.tiny_model(name, **ENDLESS).eval(), transformers.GenerationConfig(max_new_tokens=6)
@@ -114,7 +115,7 @@ def test_every_type(name):
         else:
             dmt.convert(model, 9, sinks=1, recent=2)
         found = dmt.generate_batch(model, prompts, config, slots=2, chunk=8)
-    except ValueError as error:  # the last one in older versions of transformers
+    except ValueError as error:  # the last type in older versions of transformers
         assert re.search("^slots need a model whose layers all have|^model must take position_ids|"
                          "does not call the attention interface", str(error))
     else:
@@ -140,7 +141,7 @@ def test_any_slots_and_chunks(model, slots, chunk):
 
 
 def test_requests_join_and_leave(model):
-    """While others decode, and from another thread; slots are taken again and again."""
+    """Requests arrive while others decode, and from another thread; slots are reused repeatedly."""
     batching, prompts = ContinuousBatching(model, slots=2, chunk=16), prompts_of(range(3, 60, 3))
     requests = [batching.submit(prompts[0], 30)]
     cancelled = []
@@ -198,7 +199,7 @@ def test_times(model):
 @pytest.mark.parametrize(("temperature", "top_k", "top_p"), [
     (1.0, 0, 1.0), (0.7, 5, 1.0), (1.3, 0, 0.6), (0.5, 7, 0.8)])
 def test_tokens_are_drawn_as_transformers_does(temperature, top_k, top_p):
-    """From the same tokens, in proportion to the same probabilities."""
+    """Sampling has the same candidates and probabilities."""
     logits, n = torch.randn(1, 40, generator=torch.Generator().manual_seed(0)) * 2, 20000
     warped = logits
     for form, value in ((transformers.TemperatureLogitsWarper, temperature), (transformers.TopKLogitsWarper, top_k),
@@ -243,7 +244,7 @@ def test_a_seed_decides_whoever_runs_beside(model):
     assert found[0]["req_0"] != found[0]["req_0__child#0"]
 
 
-# ---- what fails -----------------------------------------------------------------------------------------------------
+# ---- failures -----------------------------------------------------------------------------------------------------
 def failing(monkeypatch: Any, owner: Any, name: str, calls: Any, error: Any = None) -> None:
     """The method raises at these of its calls."""
     original, count = getattr(owner, name), [0]
@@ -287,7 +288,7 @@ def test_a_prefill_without_memory(model, layer, where, monkeypatch):
 
 
 def test_a_layer_that_fails_the_second_time(monkeypatch):
-    """It attends twice to the same tokens, and has taken them once."""
+    """The layer attends twice to the same tokens but caches them once; its second call fails."""
     model = differential()
     batching, (one, two) = ContinuousBatching(model, slots=2, chunk=16), prompts_of([20, 18])
     first = batching.submit(one, 10)
@@ -314,7 +315,7 @@ def test_a_slot_that_cannot_be_emptied(model, monkeypatch):
 
 @pytest.mark.parametrize("times", [1, 2, 3])
 def test_a_decoding_pass_without_memory(model, times, monkeypatch):
-    """Its texts are cached again from their first token, and end at the third time."""
+    """Affected texts are cached again from their first token; the third failure ends them."""
     batching = ContinuousBatching(model, slots=3, chunk=16)
     requests = [batching.submit(prompt, 10) for prompt in prompts_of([20, 33, 18, 9])]
     while not all(request.generated_tokens for request in requests[:3]):
@@ -452,7 +453,7 @@ def test_settings_that_generate_batch_refuses(model):
 
 # ---- the cache's slots ----------------------------------------------------------------------------------------------
 def test_passes_to_some_slots(model):
-    """What a cache with slots refuses has changed nothing."""
+    """A pass that a cache with slots refuses changes nothing."""
     cache, first = dmt.DynamicMaskCache(model.config, slots=3), torch.tensor([2, 0], dtype=torch.int32)
     ids, lengths = torch.tensor(prompts_of([9, 9])), torch.tensor([9, 5], dtype=torch.int32)
     named = {small.CACHE: cache}
@@ -481,7 +482,8 @@ def test_passes_to_some_slots(model):
 
 
 def test_passes_as_graphs(model, monkeypatch):
-    """By a small fake: a replay reads what is given where it was at the capture, and writes the logits there."""
+    """With a small fake: a replay reads arguments at the addresses of the capture, and writes logits to the captured
+    ones."""
     captures = []
 
     def captured(call: Any, _: Any) -> Any:

@@ -1,7 +1,7 @@
 """transformers' own tests of Doge, Llama and Qwen3, unmodified, with ``cupy_dma`` in place of its sdpa.
 
-    python -m tests.transformers.upstream                    # names what passes, what does not, and why
-    python -m tests.transformers.upstream --select batching  # more arguments go to pytest
+    python -m tests.transformers.upstream                    # lists passes, failures and reasons python -m
+    tests.transformers.upstream --select batching  # more arguments go to pytest
 
 The source distribution of the installed version holds the tests that all models share (``test_modeling_common.py``),
 which this downloads and runs on small random models; they need the package ``parameterized``. Those of single models,
@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 import cupy_dma.transformers as dmt
 from tests.transformers import small_models as small
 
-# What fails, and why that is right. Substrings of test names.
+# Expected failures, by substring of the test name, with the reason.
 EXPECTED = {
     "test_can_set_attention_dynamically": "asserts that the implementation asked for is called sdpa",
     "test_sdpa_can_dispatch_non_composite_models": "asserts that the implementation by default is called sdpa",
@@ -65,7 +65,7 @@ def load_common(tests: Path) -> None:
 
 
 def choose_ours() -> None:
-    """Wherever a model would take sdpa it takes ``cupy_dma``."""
+    """Wherever a model would use sdpa, it uses ``cupy_dma``."""
     dmt.register()
     original = PreTrainedModel.get_correct_attn_implementation
 
@@ -77,7 +77,7 @@ def choose_ours() -> None:
 
 
 class Tester:
-    """What the shared tests ask of a model's tester: a small configuration, and inputs."""
+    """The interface that the shared tests expect of a model's tester: a small configuration, and inputs."""
 
     is_training, batch_size, seq_length = True, 5, 13
     num_hidden_layers, num_attention_heads, hidden_size = 2, 4, 64
@@ -110,7 +110,7 @@ def model_classes(common: Any) -> dict[str, type]:
 
 
 class Record:
-    """Plugin of pytest that keeps what became of each test, which has failed where one of its subtests has: that is
+    """A pytest plugin that records the outcome of each test. A test fails if one of its subtests does; these are
     reported before the test itself."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Arguments in the forms in which users have them: 0/1 padding, lists, strided scores, the type of an array."""
+"""Arguments as users pass them: 0/1 padding, lists, strided scores, different array types."""
 import copy
 import pickle
 from types import SimpleNamespace
@@ -132,7 +132,7 @@ def test_copies_and_pickles_of_a_cache(backend, convert, data):
     cache.extend(q, k, v, s)
     twins = list(copies(cache))
     expected = convert.back(cache.extend(q, k, v, s))
-    for twin in twins:  # they share nothing with the cache, which has moved on
+    for twin in twins:  # they share nothing with the cache, which has advanced
         assert repr(twin) == repr(cache) and convert.back(twin.length).tolist() == [N] * B
         assert np.array_equal(convert.back(twin.extend(q, k, v, s)), expected)
         assert equal(convert, twin.kept().positions, cache.kept().positions)
@@ -141,7 +141,7 @@ def test_copies_and_pickles_of_a_cache(backend, convert, data):
 
 
 def test_copies_of_a_cache_keep_its_backend(monkeypatch, convert, data):
-    """Those of copies and of chosen rows, too."""
+    """Also copies of copies and of selected rows."""
     calls = []
     backend = SimpleNamespace(unavailable=lambda: None, cache_extend=lambda state, call: calls.append(state))
     monkeypatch.setattr(backends, "_loaded", {"other": backend})
@@ -160,7 +160,7 @@ def test_copies_and_pickles_of_a_mask(convert, data):
     M = dma.IntervalMask
     for mask in (M.top_w(scores, 3), M.sliding_window(N, 3, like=scores), M.padding(convert(REAL)),
                  M(convert(np.zeros(N, np.int32)), convert(np.full((B, 1, N), 5, np.int32)))):
-        dma.attention(*qkv, mask=mask)  # which may leave something behind
+        dma.attention(*qkv, mask=mask)  # may cache something on the mask
         for twin in copies(mask):
             assert twin == mask and (twin.shape, twin.device, twin._hints) == (mask.shape, mask.device, mask._hints)
             assert type(twin.start) is type(mask.start) and twin.library is mask.library

@@ -48,7 +48,7 @@ def test_the_grid_is_not_vacuous():
 
 @pytest.mark.parametrize("kind", ["dense", "intervals"])
 def test_masks_of_kv_heads_and_of_query_heads_together(kind, rng):
-    """A mask of a kv head is that of all query heads of its group, which are neighbours."""
+    """A kv head's mask applies to all query heads of its group, which are consecutive."""
     q, k, v = draw(rng, lq=20, lk=40, h=4, g=2)
     masks, dense = [], np.ones((1, 4, 20, 40), bool)
     for heads in (2, 4):
@@ -192,7 +192,7 @@ def test_what_a_backend_gets(rng, monkeypatch):
         call = calls.pop()
         assert (call.dense.shape, call.dense.strides) == ((1,) * (4 - len(shape)) + shape, strides)
         assert call.dense.pointer == dense.ctypes.data and call.mask is None
-    for shape in ((1, 2, 1, 60), (2, 1, 1, 1), (1, 60)):  # the same for every query: becomes an interval mask
+    for shape in ((1, 2, 1, 60), (2, 1, 1, 1), (1, 60)):  # equal for every query: becomes an interval mask
         dense = rng.random(shape) < 0.5
         dma.attention(q, k, v, mask=dense)
         call = calls.pop()

@@ -76,7 +76,7 @@ def test_the_bias_has_its_own_shape_and_type(rng):
         found = gradients(q, k, v, dout, bias=bias, needs=("bias",))
         assert found.bias.dtype == kind and found.bias.shape == shape and found[:3] == (None,) * 3
         compare(found, dout, q, k, v, None, bias)
-    assert gradients(q, k, v, dout).bias is None  # there is none
+    assert gradients(q, k, v, dout).bias is None  # no bias was given
 
 
 @pytest.mark.parametrize("layout", ["expanded", "one number", "transposed", "reversed"])
@@ -157,7 +157,7 @@ def test_permuting_batch_and_heads_permutes_the_gradients(rng):
     q, k, v, dout = draw(rng, b=3, h=6, g=3)
     scores = rng.standard_normal((3, 3, 60)).astype(np.float32)
     batch, groups = [2, 0, 1], np.array([1, 2, 0])
-    heads = (2 * groups[:, None] + [1, 0]).reshape(-1)  # and the heads of a group exchanged
+    heads = (2 * groups[:, None] + [1, 0]).reshape(-1)  # also exchange the heads of a group
 
     def run(q, k, v, dout, scores):
         return gradients(q, k, v, dout, mask=dma.IntervalMask.top_w(scores, 9), bias=scores)

@@ -15,8 +15,8 @@ from cupy_dma.backends.numpy import backward, forward, scores
 from cupy_dma.backends.numpy import threads as of_backend
 from cupy_dma.backends.numpy.threads import one_blas_thread
 
-BLAS = of_backend._blas()  # what is loaded later is no concern of either
-OTHERS = 3  # threads that the user wants
+BLAS = of_backend._blas()  # libraries loaded later do not matter
+OTHERS = 3  # the user's number of threads
 pytestmark = pytest.mark.skipif(not BLAS.lib_controllers, reason="threadpoolctl does not know NumPy's BLAS")
 
 
@@ -26,7 +26,7 @@ def threads() -> list[int]:
 
 @pytest.fixture(params=[1, OTHERS])
 def users(request):
-    """What the user has set: the number of threads of each BLAS library."""
+    """The user's setting: the number of threads of each BLAS library."""
     before = threads()
     _set([request.param] * len(before))
     yield threads()
@@ -36,7 +36,7 @@ def users(request):
 def _set(numbers: list[int]) -> None:
     for library, number in zip(BLAS.lib_controllers, numbers):
         library.set_num_threads(number)
-    if hasattr(threadpoolctl.OpenBLASController, "clear_controlling_thread"):  # or other threads cannot set it
+    if hasattr(threadpoolctl.OpenBLASController, "clear_controlling_thread"):  # else other threads cannot set it
         threadpoolctl.OpenBLASController.clear_controlling_thread()
     assert threads() == numbers
 
@@ -62,7 +62,7 @@ def everything():
 
 
 def watch(monkeypatch, module, name, seen, fail=False):
-    """Note how many threads BLAS has whenever ``module.name`` runs."""
+    """Record BLAS's number of threads whenever ``module.name`` runs."""
     right = getattr(module, name)
 
     def watched(*arguments, **options):
@@ -88,7 +88,7 @@ def test_products_have_one_thread(module, name, users, monkeypatch):
 
 
 class Watched(np.ndarray):
-    """An array whose products note the number of threads."""
+    """An array whose products record the number of threads."""
 
     seen: list[list[int]]
 
@@ -119,7 +119,7 @@ def test_an_exception_restores_the_number(module, name, users, monkeypatch):
 
 
 def test_the_first_of_two_calls_ends_first(users):
-    """The second finds one thread, which is the first call's limit, not the user's number."""
+    """The second call finds one thread, which is the first call's limit and not the user's number."""
     first_inside, second_inside, first_left = Event(), Event(), Event()
 
     def first():
@@ -141,7 +141,7 @@ def test_the_first_of_two_calls_ends_first(users):
 
 
 def test_a_call_begins_while_another_restores_two_libraries(monkeypatch):
-    """It must not take the limit of the second library for the user's number."""
+    """It must not mistake the limit of the second library for the user's number."""
     libraries = [SimpleNamespace(num_threads=OTHERS) for _ in range(2)]
     restoring, begun, restored = Event(), Event(), Event()
 
@@ -190,7 +190,7 @@ def test_nested(users):
 
 # ---- threads for long sequences ----
 def gradients(bias):
-    """Of two batch entries with two kv heads, and which threads made them."""
+    """Gradients of two batch entries with two kv heads, and the threads that computed them."""
     do, q, k, v, s = draw()
     mask, used = dma.IntervalMask.top_w(s, window=20), set()
     right = backward.logits
@@ -208,7 +208,7 @@ def gradients(bias):
 
 @pytest.mark.parametrize("shape", [(2, 2), (2, 4), (1, 2), (2, 1), (1, 4)])
 def test_long_sequences_have_threads(shape, users, monkeypatch):
-    """With the same bits; a bias gradient that batch entries or kv heads share is made by one."""
+    """Bits stay equal; one thread computes a bias gradient shared by batch entries or kv heads."""
     bias = np.random.default_rng(1).standard_normal((*shape, 60), np.float32)
     expected, _ = gradients(bias)
     monkeypatch.setattr(of_backend, "LONG", 60)
@@ -234,7 +234,7 @@ def test_threads_have_one_blas_thread_and_pass_exceptions_on(module, name, users
 
 
 def test_threads_do_not_warn(users, monkeypatch):
-    """About numbers that are not finite, here as in the calling thread."""
+    """Non-finite numbers cause no warnings, in these threads as in the calling thread."""
     monkeypatch.setattr(of_backend, "LONG", 1)
     do, q, k, v, _ = draw()
     q[0, 3], v[1, 7] = np.inf, np.nan
@@ -244,9 +244,10 @@ def test_threads_do_not_warn(users, monkeypatch):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.filterwarnings("ignore:.*fork:RuntimeWarning")  # of jax, where another test has imported it
+@pytest.mark.filterwarnings("ignore:.*fork:RuntimeWarning")  # a warning of jax, if another test imported it
 def test_a_process_forked_while_another_thread_holds_the_lock():
-    """It computes; without the hooks of the lock it waits for ever for a thread that it does not have."""
+    """The child computes; without the lock's fork hooks it would wait forever for a thread that does not exist
+    there."""
     held, (read, end) = Event(), os.pipe()
 
     def hold():
@@ -265,5 +266,5 @@ def test_a_process_forked_while_another_thread_holds_the_lock():
         os._exit(0)
     holder.join()
     assert os.waitpid(child, 0)[1] == 0 and os.read(read, 100) == b"computed"
-    with one_blas_thread():  # and here the lock is free, too
+    with one_blas_thread():  # the lock is free here too
         pass

@@ -21,7 +21,7 @@ EIGHT_BITS = [History(dtype=dtype, sinks=1, recent=2, value_dim=12, window=windo
               for dtype, window in (("float16", 6), ("bfloat16", (3, 9)), ("float32", 6))
               for storage in ("int8", "fp8")]
 EXACT = History(length=24, batch=1, heads=2, kv_heads=1, dtype="float64", window=5)
-# Delays around the window, the pieces and the whole history; scores of -inf hide keys from far queries only.
+# Delays near the window, the pieces and the whole history; scores of -inf hide keys only from far queries.
 DELAYED = [History(bias_delay=delay, sinks=1, recent=2, scores=scores)
            for delay in (1, 4, 9, 12, 13, 20, 39, 40, 2**30) for scores in ("distinct", "hidden")] + [
            History(bias_delay=6, softcap=2.0, value_dim=5), History(bias_delay=6, dtype="bfloat16", window=3)]
@@ -158,7 +158,7 @@ def test_what_nobody_sees_changes_nothing(lengths, convert):
 @pytest.mark.parametrize("options", [{}, {"sinks": 2, "recent": 3}, {"bias_delay": 5}, {"bias_delay": 2**30},
                                      {"window": (9, 4), "bias_delay": 12, "sinks": 1}], ids=str)
 def test_sequences_of_different_lengths(form, options, convert):
-    """Against a separate cache for each sequence. Tokens that are not real hold NaN."""
+    """Against a separate cache for each sequence. Padding holds NaN."""
     rng = np.random.default_rng(3)
     history = History(batch=3, length=60, head_dim=16, **options)
     delay = {"bias_delay": history.bias_delay}
@@ -276,7 +276,7 @@ def test_reorder_select_clone_save_in_the_middle(dtype, window, convert):
 
 
 def test_a_step_looks_at_what_is_held(monkeypatch):
-    """A step of the numpy backend attends to the slots that may be occupied, however long the window is."""
+    """A step of the numpy backend reads only slots that may be occupied, however long the window is."""
     from cupy_dma.backends.numpy import dynamic_cache
 
     seen, attention = [], dynamic_cache.attention
@@ -297,7 +297,7 @@ def test_a_step_looks_at_what_is_held(monkeypatch):
 
 @pytest.mark.parametrize("shift", [1, 4, 9])
 def test_keys_may_lie_in_any_slot(shift, convert):
-    """A saved state whose empty slots come first, as ``fill_cache`` makes it, or in between."""
+    """Loads saved states whose empty slots come first, as ``fill_cache`` makes them, or in between."""
     history = History(length=30, window=8, sinks=1, recent=3)
     cache, other = history.cache(convert), history.cache(convert)
     history.run(cache, [1, 4], convert)

@@ -88,7 +88,8 @@ def torch_allocations():
 
 
 def numpy_allocations():
-    """The same of NumPy, for what the library makes and for functions of NumPy that it calls through ``library.xp``."""
+    """The same for NumPy, both for the array library's functions and for NumPy functions called through
+    ``library.xp``."""
     library = library_named("numpy")
 
     @contextmanager

@@ -1,5 +1,5 @@
-"""Caches with 8-bit rows. ``cache_cases`` rounds the rows of its histories, so test_cache.py, test_slots.py and the
-emulator's tests have them among their cases; here rows are not rounded before."""
+"""Caches with 8-bit rows that were not rounded beforehand. test_cache.py, test_slots.py and the emulator's tests cover
+8-bit rows too, with the rounded histories of ``cache_cases``."""
 import pickle
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ TYPES = ("float16", "bfloat16", "float32")
 
 
 def rows_of(dtype, rng, *shape):
-    """Rows of many sizes, in which numbers differ by orders of magnitude."""
+    """Rows of many magnitudes; numbers within a row also differ by orders of magnitude."""
     x = rng.standard_normal(shape) * np.exp(2 * rng.standard_normal(shape))
     return (x * np.exp(rng.standard_normal(shape[:-1]))[..., None]).astype(numpy_dtype(dtype))
 
@@ -34,8 +34,8 @@ def test_no_number_is_off_by_more_than_is_said(dtype, storage, rng):
         exact = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale[..., None]
     most = abs(wide).max(-1, keepdims=True)
     bound = most / 254 if storage == "int8" else np.maximum(abs(wide) / 16, most / 458752)
-    assert (abs(exact - wide) <= bound * (1 + 1e-4)).all()  # y is rounded, too, before it is rounded to a code
-    assert (abs(exact - wide) > 0.9 * bound).any()  # it could not be smaller
+    assert (abs(exact - wide) <= bound * (1 + 1e-4)).all()  # y is itself rounded before it becomes a code
+    assert (abs(exact - wide) > 0.9 * bound).any()  # the bound is tight
     np.testing.assert_allclose(abs(exact).max(-1), most[..., 0], rtol=1e-6)
     found = dequantized(library, codes, scale, dtype)
     assert found.dtype == x.dtype
@@ -73,7 +73,7 @@ def test_rows_of_zeros_and_rows_that_are_not_finite(storage, convert, rng):
     History(length=30, bias_delay=4, recent=6), Gates(dtype="bfloat16"), Gates(capacity=(1, 6), dtype="float16")],
                          ids=str)
 def test_a_cache_reads_rounded_rows(case, storage, convert):
-    """Its results are, bit for bit, those of a cache that is given the rounded rows, however tokens are grouped."""
+    """Results equal, bit for bit, those of a cache that is given rounded rows, however tokens are grouped."""
     rounded = replace(case)
     rounded.__dict__["data"] = {**case.data, **{name: stored(case.data[name], storage) for name in ("key", "value")}}
     exact, cache = rounded.cache(convert), case.cache(convert, storage=storage)
@@ -109,7 +109,7 @@ def test_copies_and_saved_states(storage, convert):
 
 
 def logit_error(case, storage):
-    """The most by which a logit can be off, and the most by which a value can: SPEC section 18."""
+    """The maximum errors of a logit and of a value: SPEC section 18."""
     x, largest = {name: case.data[name].astype(np.float64) for name in ("query", "key", "value")}, LARGEST[storage]
 
     def off(rows):
@@ -124,8 +124,8 @@ def logit_error(case, storage):
 
 @pytest.mark.parametrize("storage", STORAGE)
 def test_attention_is_within_the_bound(storage):
-    """|out - exact| <= (exp(2 e) - 1) max |v| + max |dv|, where no logit is off by more than e. Logits are small, so
-    that the bound is a tenth of the outputs."""
+    """|out - exact| <= (exp(2 e) - 1) max |v| + max |dv|, where e bounds the error of logits. Logits are small, so that
+    the bound is a tenth of the outputs."""
     case = History(length=60, window=20, recent=4, head_dim=32)
     case.data["query"] *= 0.02
     case.data["value"] += 4

@@ -1,4 +1,4 @@
-"""What backends keep on a mask: per stream, complete, bounded, and nothing of a capture."""
+"""Data that backends keep on a mask: per stream, complete, bounded, and never from a capture."""
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from cupy_dma.masks.derived import History, kept
 
 
 class FakeDriver:
-    """Streams of a GPU that is not there: each thread's default stream has the handle 2."""
+    """Streams of a fake GPU: each thread's default stream has the handle 2."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.capturing, self.complete, self.ids = set[int](), True, dict[Any, int]()
@@ -36,7 +36,7 @@ def mask_on(device: Device) -> Any:
 
 @pytest.fixture
 def lists(gpu):
-    """What the mask of a GPU keeps as its lists for a stream."""
+    """The lists that a mask keeps for a stream of a GPU."""
     mask = mask_on(Device("cuda", 0))
 
     def of(stream: int) -> Any:
@@ -67,7 +67,7 @@ def test_the_default_stream_of_each_thread_is_a_stream_of_its_own(lists):
 
 def test_a_reused_handle_is_another_stream(lists, gpu):
     first = lists(7)
-    gpu.ids[7, None] = 99  # the stream was destroyed, and its handle given to a new one
+    gpu.ids[7, None] = 99  # the stream was destroyed, and a new one got its handle
     assert lists(7) is not first
 
 
@@ -85,7 +85,7 @@ def test_a_capture_reads_only_what_is_complete(lists, gpu):
     gpu.complete = False
     assert lists(8) is not first
     gpu.complete = True
-    assert lists(8) is first  # of any stream: its work has ended
+    assert lists(8) is first  # valid for any stream, since its work has ended
     lists.mask._cache.clear()
     assert lists(8) is not first
 
@@ -114,7 +114,7 @@ def test_threads_that_miss_at_once_share_what_the_first_has_kept():
     mask, both = mask_on(CPU), threading.Barrier(2)
 
     def make() -> object:
-        both.wait(10)  # both are making it
+        both.wait(10)  # both threads are making it
         return object()
 
     found: list[Any] = []

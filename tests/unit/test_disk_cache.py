@@ -1,4 +1,4 @@
-"""The disk cache of compiled kernels serves other users, heals what is damaged, and says where it cannot write. The
+"""The disk cache of compiled kernels serves other users, repairs damaged files, and reports where it cannot write. The
 compiler is a stand-in that counts its calls."""
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def compiler(tmp_path, monkeypatch):
 
 
 def compile_anew() -> jit.Compiled:
-    """As another process would."""
+    """Compile as another process would."""
     jit.compile.cache_clear()
     compiled = jit.compile(configs.LayoutConfig("__half"), "sm_80")
     assert compiled.path.read_bytes() == CUBIN
@@ -193,7 +193,7 @@ def test_headers_count_by_content_not_by_place(tmp_path, monkeypatch):
 
 
 def test_clearing_beside_writers(compiler, monkeypatch):
-    """Neither notices the other: every unfinished file is removed a few times before it is complete."""
+    """Neither disturbs the other, although every unfinished file is removed a few times before it is complete."""
     write, cleared = Path.write_bytes, []
 
     def interrupted(self, content):
@@ -226,7 +226,7 @@ def test_clearing_beside_those_who_clear(compiler, monkeypatch):
 
 
 def test_threads_that_write_and_clear(compiler):
-    """Without the order of the tests above."""
+    """The same in threads, in any order."""
     stop, failures = threading.Event(), []
 
     def write(index):
@@ -273,4 +273,4 @@ def test_forked_processes_leave_their_parents_directory(tmp_path):
                                "TMPDIR": str(tmp_path)})
     *facts, folder = done.stdout.split()
     assert facts == ["True", "True", "False"]
-    assert Path(folder).parent == tmp_path and not Path(folder).exists()  # it has ended now
+    assert Path(folder).parent == tmp_path and not Path(folder).exists()  # the process has ended

@@ -1,4 +1,4 @@
-"""Launches by the driver, with one that only takes down what it is asked for."""
+"""Launches by the driver, with a fake driver that only records them."""
 import ctypes
 import struct
 import threading
@@ -30,7 +30,7 @@ class LaunchConfig(ctypes.Structure):
 
 
 class Driver:
-    """The launches it has been asked for; ``statuses`` are what the next ones return, then 0."""
+    """Records requested launches; they return ``statuses`` in turn, then 0."""
 
     def __init__(self, version: int = 12030):
         self.version, self.launches, self.cleared, self.statuses = version, [], [], []
@@ -67,7 +67,7 @@ class Driver:
 
 @pytest.fixture
 def fake(monkeypatch):
-    """Makes the driver one of a version."""
+    """A function that replaces the driver by a fake one of the given version."""
     def make(version: int = 12030) -> Driver:
         made = Driver(version)
         for module in (launch, driver):
@@ -160,7 +160,7 @@ def test_a_machine_without_a_driver_is_told_so(monkeypatch):
 
 # ---- the launches of a program ----
 def test_a_program_launches_what_was_built(fake):
-    """At other addresses: holes, stream and all that the driver reads are where they belong."""
+    """At new addresses: relocations, stream and launch configuration are written where the driver reads them."""
     device, kernels = fake(), [SimpleNamespace(function=function(pdl)) for pdl in (True, False)]
     array = Ref(0)
     plan = Launches([

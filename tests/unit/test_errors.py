@@ -1,4 +1,5 @@
-"""Bad input raises before anything is computed: every message names the argument, what was given and what is allowed.
+"""Bad input raises before anything is computed, and every message names the argument, the given value and what is
+allowed.
 """
 import re
 
@@ -42,7 +43,7 @@ def torch_tensor(*shape):
     return pytest.importorskip("torch").zeros(*shape)
 
 
-# (the call, the exception, and what the message must contain: the argument, what was given, what is allowed)
+# (call, exception, required words of the message: argument, given value, allowed values)
 CASES = [
     # types of arguments
     (lambda: attend(query=[1.0]), TypeError, ["query", "builtins.list", "numpy.ndarray"]),
@@ -137,7 +138,7 @@ CASES = [
     (lambda: M.top_w(SCORES, 3, padding=torch_tensor(B, LK).bool()), TypeError, ["padding", "torch", "numpy"]),
     (lambda: M.top_w(SCORES, 3, documents=zeros(B, 6, dtype=np.int32)), ValueError, ["documents", "(2, 6)", "7"]),
     (lambda: M.top_w(SCORES, 3, documents=np.array([0, 6])), ValueError, ["documents", "[0, 6]", "key length 7"]),
-    # masks made by hand and by constructors
+    # hand-made masks and constructors
     (lambda: M(zeros(LK), zeros(LK, dtype=np.int32)), TypeError, ["start", "float32", "int32"]),
     (lambda: M(zeros(LK, dtype=np.int32), zeros(LK, dtype=np.int16)), TypeError, ["stop", "int16", "int32"]),
     (lambda: M(zeros(LK, dtype=np.int32), zeros(6, dtype=np.int32)), ValueError, ["start", "stop", "(7,)", "(6,)"]),
@@ -219,7 +220,7 @@ CASES = [
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_bad_input(number, monkeypatch):
     call, kind, fragments = CASES[number]
-    # nothing may have been launched
+    # no kernel may have been launched
     for name in ("attention", "key_scores", "prefix_stop", "attention_backward", "key_scores_backward"):
         monkeypatch.setattr(numpy_backend, name, lambda *arguments: pytest.fail("launched before all checks"))
     with pytest.raises(kind) as caught:
@@ -240,7 +241,7 @@ def test_the_same_calls_with_good_input_pass():
 
 
 def test_a_mask_from_another_device_is_refused(monkeypatch):
-    """Messages for mixed devices can be tested without a second device: the checks only look at Operands."""
+    """Messages about mixed devices need no second device, because the checks only read Operands."""
     from dataclasses import replace
 
     from cupy_dma import checks

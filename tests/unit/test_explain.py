@@ -1,4 +1,4 @@
-"""``cupy_dma.explain``: what a call launches on a GPU that is only described."""
+"""``cupy_dma.explain``: the launches of a call on a described GPU."""
 import re
 
 import pytest
@@ -42,7 +42,7 @@ def test_why_kernels_are_not_taken():
 
 @pytest.fixture
 def memory(monkeypatch):
-    """Sets ``CUPY_DMA_STORED_MIB``, which a process reads once."""
+    """A function that sets ``CUPY_DMA_STORED_MIB``, which a process reads once."""
     def set_to(value: str) -> None:
         monkeypatch.setenv(sm90_stored.VARIABLE, value)
         sm90_stored.max_stored.cache_clear()
@@ -53,7 +53,7 @@ def memory(monkeypatch):
 
 
 def test_the_memory_of_stored_ds(memory):
-    """The workspace keeps to it, beside what lists and sums take."""
+    """The workspace respects this limit, apart from lists and sums."""
     shape, found = "B=1 H=16/8 N=32768 D=128 w=1024 backward", {}
     for value in ("", "4096", "512", "0"):
         memory(value)

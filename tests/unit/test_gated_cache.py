@@ -1,4 +1,4 @@
-"""The cache of open gates against attention over the whole text, under its own stops and the mask written out."""
+"""``GatedCache`` against attention over the whole text, with its recorded stops and with an explicit mask."""
 from __future__ import annotations
 
 import copy
@@ -24,7 +24,7 @@ THRESHOLD = -1.0
 
 @dataclass(frozen=True)
 class Gates(History):
-    """``recent`` is the delay; about a third of the gates is open."""
+    """``recent`` is the delay; about a third of the gates are open."""
 
     recent: int = 4
     sinks: int = 1
@@ -42,7 +42,7 @@ class Gates(History):
 
     @cached_property
     def mask(self):
-        """Step by step: the best open keys so far, the last and the first."""
+        """The mask, step by step: the best open keys so far, recent keys and sinks."""
         gate, n = self.data["scores"], self.length
         found = np.zeros((self.batch, self.kv_heads, n, n), bool)
         bounds = each_head(n if self.capacity is None else self.capacity, self.kv_heads)
@@ -63,7 +63,7 @@ class Gates(History):
         return {"add_gates": self.add_gates}
 
     def oracle(self, **options):
-        """Gates have no say before their delay, and with closed ones gone, none at all if they are not added."""
+        """Gates have no effect before their delay, and none afterwards on kept keys unless they are added as a bias."""
         plain = replace(History(**{name: getattr(self, name) for name in (
             "length", "batch", "heads", "kv_heads", "head_dim", "value_dim", "dtype", "softcap", "scale")}),
             bias_delay=self.recent)
@@ -107,7 +107,7 @@ def test_against_the_mask_written_out(case, lengths, convert):
 
 
 def test_a_mask_of_gates():
-    """Without a capacity it is the mask that the gates define."""
+    """Without a capacity, the mask is that of the gates."""
     case = Gates()
     expected = dma.IntervalMask.from_gate(case.data["scores"], delay=4, threshold=THRESHOLD, sinks=1)
     cache = case.cache()
@@ -119,8 +119,8 @@ def test_a_mask_of_gates():
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_any_appends_batches_and_bounds(data):
-    """Pieces of any lengths, sequence by sequence, sequences that are selected, reordered, repeated and saved: each is
-    attention over its own text under its own stops."""
+    """Pieces of any lengths, and sequences that are selected, reordered, repeated and saved: each gives attention over
+    its own text with its own stops."""
     draw = data.draw
     capacity = draw(st.sampled_from([None, 1, 2, 5, (2, 7)]))
     case = Gates(batch=draw(st.integers(1, 3)), length=48, heads=2, head_dim=4, capacity=capacity, dtype="float64",
@@ -128,9 +128,9 @@ def test_any_appends_batches_and_bounds(data):
                  add_gates=draw(st.booleans()), values=draw(st.sampled_from(
                      [(-np.inf, 0.0), (0.0,), (-2.0, -1.0, -0.5, 0.0), (np.nan, -3.0, 0.0)])))
     if case.add_gates and np.isnan(case.values[0]):
-        case = replace(case, add_gates=False)  # a NaN is seen in what it is added to
-    text = {name: array[:1] for name, array in case.data.items()}  # of each sequence: which tokens it has had
-    rows = draw(st.sampled_from([(64, 32, 16), (2, 1, 1)]))  # or growth at nearly every token, each head's at another
+        case = replace(case, add_gates=False)  # NaN gates would reach logits
+    text = {name: array[:1] for name, array in case.data.items()}  # the tokens of each sequence so far
+    rows = draw(st.sampled_from([(64, 32, 16), (2, 1, 1)]))  # or growth at nearly every token, different for each head
     with mock.patch.multiple(gated_cache, **dict(zip(("ROWS", "SPARE", "MULTIPLE"), rows))):
         check_any_appends(draw, case, text)
 
@@ -199,8 +199,7 @@ def check_any_appends(draw, case, text):
 
 
 def test_rows_follow_the_open_gates():
-    """Without a capacity: a quarter more than is needed at most, or 64 rows, for each head by itself. With one: what it
-    asked for."""
+    """Without a capacity, each head has at most a quarter more rows than it needs, or 64. With one, exactly that."""
     case = Gates(length=400, batch=2, heads=2, head_dim=4)
     case.data["scores"][:, 1, 40:] = -3
     case.data["scores"][1, 0, 3::2] = -2

@@ -1,5 +1,5 @@
-"""Every kernel compiles for every supported architecture, within its registers; the cache notices changes; headers are
-found or asked for. Needs NVRTC and the CUDA headers, no GPU."""
+"""Every kernel compiles for every supported architecture without excessive spills; the cache notices changes; missing
+headers give a helpful error. Needs NVRTC and the CUDA headers, no GPU."""
 import dataclasses
 import itertools
 import re
@@ -40,12 +40,12 @@ ARCHITECTURES = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90a": 227, "sm_100"
 LONG = ("decode/step.cu", "sm80/forward.cu", "sm80/backward_dkv.cu", "sm80/backward_dq.cu")
 QUICK_HOPPER = {("contiguous", 128), ("bits", 64)}  # keys, head dim
 
-# The Hopper kernels have more options than there is time for every combination of them. Each pair of options is
-# compiled with one another at least once, and every tile shape in use.
+# Compiling every combination of the Hopper kernels' options would take too long. Each pair of options is compiled
+# together at least once, and so is every tile shape in use.
 HOPPER_DIMS = (64, 128, 192, 256)
 SUPERSETS = {("intervals with softcap", 128), ("intervals with softcap", 192), ("contiguous with bias", 128),
              ("contiguous with bias", 192), ("contiguous with bias and softcap", 64),
-             ("contiguous with bias and softcap", 256)}  # left out: these tiles are compiled for a neighbour's keys
+             ("contiguous with bias and softcap", 256)}  # skipped: other keys compile these tiles
 FEATURES = ((True, 1, True), (False, 1, False), (True, 0, False), (False, 0, True))  # causal, bias, softcap
 
 
@@ -62,7 +62,7 @@ def own_cache(tmp_path, monkeypatch):
 
 
 def specialisations(limit: int, every: bool) -> list[jit.Config]:
-    """Each kernel with each of its options at least once; with ``every`` head dims of each tile shape, and an odd
+    """Each kernel with each of its options at least once; ``every``: also head dims of each tile shape, and an odd
     one."""
     found: list[jit.Config] = [configs.LayoutConfig(element) for element in configs.ELEMENTS.values()]
     found += [configs.SelectConfig(*flags) for flags in itertools.product((False, True), repeat=3)]
@@ -132,7 +132,8 @@ def float32_specialisations(limit: int, every: bool) -> list[jit.Config]:
 
 
 def dense_specialisations(element: str, head_dim: int, limit: int, bias: str, bits: bool) -> list[jit.Config]:
-    """The attention kernels with a dense mask or not, and with a dense bias; the key gradients with a dense mask."""
+    """The attention kernels with and without a dense mask, and with a dense bias; the key gradients with a dense
+    mask."""
     size = configs.ELEMENT_BYTES[element]
     vector = head_dim * size % 16 == 0
     rest = ("KEYS_LISTED" if bits else "KEYS_CONTIGUOUS", not bits, configs.BIAS_DENSE, head_dim == 128)
@@ -152,7 +153,7 @@ def dense_specialisations(element: str, head_dim: int, limit: int, bias: str, bi
 
 
 def sequences(limit: int) -> list[jit.Config]:
-    """What packed sequences and paged KV caches add to the attention kernels."""
+    """The attention kernels with packed sequences and paged KV caches."""
     found: list[jit.Config] = []
     element = "__nv_bfloat16"
     for keys, page_sizes in (("KEYS_CONTIGUOUS", (0, 16)), ("KEYS_LISTED", (0, 7)), ("KEYS_SHARED", (16,))):
@@ -170,7 +171,7 @@ def sequences(limit: int) -> list[jit.Config]:
 
 
 def decoding() -> list[jit.Config]:
-    """The kernels of decoding: rows of each length, with one operand of query heads and with two."""
+    """The decode kernels: rows of each length, with one and two operands of query heads."""
     found: list[jit.Config] = [last_queries.LastQueriesConfig(intervals=intervals) for intervals in (False, True)]
     for dtype, size, rows in (("bfloat16", 64, 2), ("float16", 128, 16), ("bfloat16", 128, 4), ("float16", 256, 8),
                               ("float32", 64, 16), ("float32", 128, 2), ("float16", 33, 3)):
@@ -214,8 +215,8 @@ def clusters() -> list[jit.Config]:
 
 
 def chosen(arch: str) -> list[jit.Config]:
-    """What is compiled for an architecture: everything for sm_90a, every kernel with every type for the others. What
-    else their tiles need is shared out among those with as much shared memory, which have the same tiles."""
+    """What to compile for an architecture: everything for sm_90a, every kernel with every type for the others.
+    Architectures with equal shared memory have the same tiles and share the remaining configurations."""
     limit = ARCHITECTURES[arch]
     found = specialisations(limit, every=arch == "sm_90a")
     if arch == "sm_90a":
@@ -230,9 +231,9 @@ def chosen(arch: str) -> list[jit.Config]:
 
 
 def allowed_spills(config: jit.Config, arch: str) -> int:
-    """In bytes."""
+    """The number of bytes that a kernel may spill."""
     if config.source in ("decode/step.cu", "decode/flash_decode.cu") and config.element != "float" and arch == "sm_90a":
-        # The usual steps of decoding; a delay at D 256: 16, many rows of several tokens at D 128: 16.
+        # Decode steps: a delay at D 256 spills 16, many rows of several tokens at D 128 spill 16.
         return 32 if getattr(config, "delay", False) or getattr(config, "planned", False) else 0
     if config.source == "sm90/combine.cu":
         return 0
@@ -291,7 +292,7 @@ def test_split_hopper_kernels_do_so_too(keys, causal, head_dim):
 
 
 def hopper_gradients(head_dim: int, features: tuple[bool, int, bool], delay: bool = False) -> dict[str, Any]:
-    """The fields that both kernels have."""
+    """The fields shared by both kernels."""
     return {"element": "__nv_bfloat16", "head_dim": head_dim, "delay": delay,
             **dict(zip(("causal", "bias", "softcap"), features))}
 
@@ -322,8 +323,8 @@ def test_hopper_query_gradients_do_so_too(head_dim, keys, sequences, heads, feat
     ] + [case(dim, "bits", False, False, False, FEATURES[1 + 2 * (i % 2)], False, quick=False)
          for i, dim in enumerate(HOPPER_DIMS)])
 def test_hopper_key_gradients_do_so_too(head_dim, keys, intervals, sequences, dquery, features, delay):
-    """Of 128 queries a step much is spilled: 1056 in one pass, with intervals, a bias and a softcap at once, 1184 with
-    a delay of the bias, too."""
+    """Steps of 128 queries spill a lot: 1056 bytes in one pass with intervals, a bias and a softcap, 1184 with a bias
+    delay too."""
     bits = keys == "bits"
     narrow = keys != "KEYS_CONTIGUOUS" or delay
     check_asynchronous(sm90_backward.HopperBackwardDkvConfig(
@@ -348,16 +349,16 @@ def test_those_that_store_ds_do_so_too(head_dim, heads, features, delay):
 
 
 def check_hopper_kernel(config: sm90.HopperForwardConfig) -> None:
-    # The producer's, where it has 32 registers; its loop over whole blocks has few. A dense bias is in registers beside
-    # the logits; with a softcap there are all ways to compute it.
+    # Spills of the producer, if it has 32 registers; its loop over whole blocks spills little. A dense bias occupies
+    # registers beside the logits, and a softcap needs code for all its formulas.
     large, dense = config.block_m * config.block_n > 16384, config.bias == configs.BIAS_DENSE
     check_asynchronous(config, allowed=2048 if config.softcap else 800 if large else 320 if dense else 256)
 
 
 def check_asynchronous(config: Any, allowed: int) -> None:
-    """The assembler waits for no MMA by itself; at most ``allowed`` bytes are spilled."""
+    """The assembler serializes no MMAs and spills at most ``allowed`` bytes."""
     _, log = jit._run_nvrtc(config.prelude() + jit.source_text(config.source), config, "sm_90a")
-    assert "Used" in log  # the assembler has spoken
+    assert "Used" in log  # the assembler's log is there
     assert "serialized" not in log, f"{config}: {log}"
     assert config.shared_bytes <= 227 * 1024
     assert jit._read_resources(log)["spill_bytes"] <= allowed, config
@@ -478,7 +479,7 @@ def test_every_params_struct_can_be_read(source, name):
 
 
 def test_every_kernel_waits_for_those_ahead_of_it():
-    """One that did not could overtake them. What each thread does ahead of that is watched by the emulator."""
+    """A kernel that does not wait could overtake earlier ones. The emulator watches accesses before the wait."""
     for path in jit.kernels_directory().rglob("*.cu"):
         text = path.read_text()
         kernels = re.findall(r"__global__\s[^{;]*\{.*?\n\}", text, re.DOTALL)
@@ -506,7 +507,7 @@ def test_selection_chunks_are_powers_of_two():
 
 
 def test_lines_keep_their_numbers():
-    """What a compiler or a profiler says of a line is true of the file, also behind an include."""
+    """Lines named by a compiler or profiler match the file, also after an include."""
     file, number, seen = "", 0, set()
     for line in jit.source_text("sm80/forward.cu").splitlines():
         number += 1

@@ -1,4 +1,4 @@
-"""Which kernels are launched with PDL. A device whose kernels do nothing tells what it was asked to launch."""
+"""Which kernels are launched with PDL, recorded by a device whose kernels do nothing."""
 import numpy as np
 import pytest
 
@@ -17,7 +17,7 @@ HEADS, KV_HEADS, DIM = 4, 2, 64
 
 
 class Listener(Recorder):
-    """Keeps the name, the blocks and ``pdl`` of every launch."""
+    """Records the name, the blocks and ``pdl`` of every launch."""
 
     def __init__(self, is_hopper: bool = False):
         super().__init__(is_hopper)
@@ -111,7 +111,7 @@ def test_few_keys_take_few_launches(rows, length, ahead):
     (64, 1, 4, 65536, 128, False)])
 @pytest.mark.parametrize("causal", [False, True])
 def test_hopper_tiles_take_calls_that_see_all_keys(heads, kv_heads, queries, keys, head_dim, shared, causal):
-    """But for very few rows. Elsewhere keys are split among blocks."""
+    """Except for very few rows. Other calls use split-KV."""
     query = np.ones((1, queries, heads, head_dim), np.float16)
     key = np.broadcast_to(np.ones(head_dim, np.float16), (1, keys, kv_heads, head_dim))
     for is_hopper in (False, True):
@@ -125,7 +125,7 @@ def test_hopper_tiles_take_calls_that_see_all_keys(heads, kv_heads, queries, key
     (32, 32, 64, 8192, 1024, True), (32, 32, 1, 65536, 1024, True), (32, 8, 4, 65536, 1024, True),
     (16, 8, 1, 8192, 1024, False), (8, 8, 4, 65536, 16384, False), (8, 8, 64, 2048, 1024, False)])
 def test_few_queries_of_many_scattered_keys_have_lists(heads, kv_heads, queries, keys, window, listed):
-    """On Hopper, where lists pay; a window that all heads share needs none."""
+    """On Hopper, where lists are faster; a window shared by all heads needs none."""
     query = np.ones((1, queries, heads, 128), np.float16)
     key = np.broadcast_to(np.ones(128, np.float16), (1, keys, kv_heads, 128))
     masks = [dma.IntervalMask(np.broadcast_to(np.arange(keys, dtype=np.int32), shape), np.zeros(shape, np.int32))

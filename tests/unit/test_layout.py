@@ -1,4 +1,4 @@
-"""``layout="bhnd"``: the axes in the order of torch's SDPA; and what is said where it was forgotten."""
+"""``layout="bhnd"``: axes in the order of torch's SDPA, and hints in errors if it was forgotten."""
 import warnings
 
 import numpy as np

@@ -1,5 +1,5 @@
-"""Kernels that share a function of the driver, and cubins that are cleared while they are loaded. CuPy and the compiler
-are stand-ins: like CuPy's, modules are memoized by path and device, and like the driver's, functions have limits."""
+"""Kernels that share a driver function, and cubins that are cleared while they are loaded. CuPy and the compiler are
+stand-ins: modules are memoized by path and device, as in CuPy, and functions have limits, as in the driver."""
 import sys
 import threading
 import time
@@ -15,7 +15,7 @@ DEVICE_BYTES = 227 * 1024
 
 
 class Function:
-    """Both RawKernel and its Function; the limit is what the driver has for all that are of one module."""
+    """Stands in for RawKernel and its Function; functions of one module share the driver's limit."""
 
     def __init__(self, cupy, key):
         self._cupy, self._key = cupy, key
@@ -103,7 +103,7 @@ def kernel(shared_bytes, config=CONFIG, entry="f", index=0):
 def test_kernels_of_one_function_have_the_limit_of_the_largest(cupy, order):
     kernels = [kernel(size) for size in order]
     assert {*cupy.limits.values()} == {max(order)} and len(cupy.limits) == 1
-    assert [made.shared_bytes for made in kernels] == [*order]  # launches ask for their own
+    assert [made.shared_bytes for made in kernels] == [*order]  # each launch requests its own size
 
 
 def test_limits_belong_to_cubin_entry_and_device(cupy):
@@ -128,7 +128,7 @@ def test_what_the_device_does_not_have_is_not_remembered(cupy):
 
 
 def test_modules_loaded_anew_get_the_largest_limit(cupy):
-    """CuPy's memo can be cleared: then the driver's function is another one, with the limit of the beginning."""
+    """Clearing CuPy's memo gives a new driver function with the initial limit."""
     kernel(100_000)
     cupy.limits.clear()
     kernel(60_000)
@@ -136,7 +136,7 @@ def test_modules_loaded_anew_get_the_largest_limit(cupy):
 
 
 def test_threads_set_one_limit_at_a_time(cupy):
-    """The thread with less, which was held up after it had looked, must not have the last word."""
+    """A thread that reads the limit and is then delayed must not lower it afterwards."""
     inside, at_once = [], []
 
     class Slow:
@@ -160,7 +160,7 @@ def test_threads_set_one_limit_at_a_time(cupy):
 # ---- cubins that are cleared ----
 @pytest.mark.parametrize("how", ["clear", "remove the folder"])
 def test_a_cleared_cubin_is_made_again(cupy, tmp_path, how):
-    """For another entry, or another device, of a running process."""
+    """For another entry, or another device, in a running process."""
     import shutil
 
     kernel(0)

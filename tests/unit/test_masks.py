@@ -44,7 +44,7 @@ def masks(draw, starts_at_key=None):
 
 
 def union(a, b):
-    """a | b, or None where the runs do not touch."""
+    """a | b, or None if the runs do not touch."""
     try:
         return a | b
     except ValueError as error:
@@ -74,7 +74,7 @@ def test_constructors(convert, name, make, rule, query_length):
 
 @pytest.mark.parametrize("size", [0, 1, N - 1, N, N + 1])
 def test_sizes_around_all_keys(size):
-    """Sizes of n - 1, n and n + 1: hints say what is true, and no more."""
+    """Sizes of n - 1, n and n + 1: hints are true, and claim no more than that."""
     scores, real = np.zeros((1, 1, N), np.float32), np.arange(N)[None] > 0
     own, mixed = np.array([0, min(size, N), N]), np.zeros((1, N), np.int32)
     rules = [(M.sinks(N, size), (J < size) & (J <= P)), (M.prefix_lm(N, size), (J < size) | (J <= P)),
@@ -111,7 +111,7 @@ def assert_bound(mask):
 
 
 def test_the_bound_of_a_global_selection_in_documents():
-    """Positions of two documents see the best keys of both, and those of documents in between."""
+    """Positions in two documents see the best keys of both, and of documents in between."""
     scores = np.zeros((1, 1, N), np.float32)
     for bounds in ([0, 4, N], [0, 4, 5, N], [0, 3, 4, 5, N]):
         for window in (1, 2, 4):
@@ -405,7 +405,7 @@ def seen_in_columns(columns: np.ndarray, causal: bool) -> np.ndarray:
 @pytest.mark.parametrize(("count", "causal"), [(1, True), (2, True), (2, False)])
 def test_from_startend(convert, count, causal, dtype, rng):
     columns = rng.integers(-2, N + 3, (2, 3, N, count)).astype(dtype)
-    if causal and count == 2:  # where a key would be seen again, hide it from its own row on, or to the end
+    if causal and count == 2:  # if a key would become visible again, hide it from its own row on, or to the end
         first, last, key = columns[..., 0], columns[..., 1], np.arange(N)
         again = (key < first) & (first < last) & (last < N)
         columns[..., 1] = np.where(again & (key % 2 == 0), N + 1, last)
@@ -417,7 +417,7 @@ def test_from_startend(convert, count, causal, dtype, rng):
 @given(st.integers(1, 9), st.sampled_from([(1, True), (2, True), (2, False)]), st.data())
 @settings(max_examples=200, deadline=None)
 def test_from_startend_is_the_definition(n, kind, data):
-    """What is one run of rows for every key is that mask, and nothing else is taken."""
+    """Indices with one run of visible rows per key give that mask; all others raise."""
     count, causal = kind
     rows = st.integers(-1, n + 1)
     drawn = data.draw(st.lists(rows, min_size=n * count, max_size=n * count))
@@ -433,7 +433,7 @@ def test_from_startend_is_the_definition(n, kind, data):
 
 def test_a_key_that_is_seen_again_is_refused(convert):
     columns = np.tile(np.array([N, N]), (1, 1, N, 1))
-    columns[0, 0, 1] = 3, 5  # seen by rows 1, 2 and from 5 on
+    columns[0, 0, 1] = 3, 5  # visible to rows 1, 2 and from 5 on
     with pytest.raises(ValueError, match="startend_row_indices must let each key be seen in one run of rows"):
         M.from_startend(convert(columns))
     assert np.array_equal(convert.back(M.from_startend(convert(columns), check=False).stop)[0, 0, :2], [2**31 - 1, 3])

@@ -1,4 +1,4 @@
-"""Pictures: that they show what the dense mask and the dense formula say, and what they say of bad arguments."""
+"""Pictures match the dense mask and the dense formula, and bad arguments raise errors."""
 import builtins
 from itertools import pairwise
 

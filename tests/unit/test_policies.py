@@ -79,7 +79,7 @@ def test_the_example(rng):
 
 
 def test_a_policy_of_ones_own(rng):
-    """Knorm, as scores per key; and shorter than the budget, nothing goes."""
+    """Knorm, as scores per key; texts shorter than the budget evict nothing."""
     query, key, _ = drawn(rng)
     own = evictions(query, key, BUDGET, lambda step: -step.xp.sqrt((step.key ** 2).sum(-1)))
     np.testing.assert_array_equal(own, evictions(query, key, BUDGET, "knorm"))
@@ -114,7 +114,7 @@ def turned(x, position, base=10000.0):
 
 
 def expected_written_out(query, key, value, sinks, prompt, rotation, epsilon=0.0, covariance=True, scale=D ** -0.5):
-    """Scores of the keys behind the sinks; one kv head: query (N, G, D), key and value (N, D)."""
+    """Scores of the keys after the sinks; one kv head: query (N, G, D), key and value (N, D)."""
     found = np.zeros(prompt - sinks)
     for g in range(query.shape[1]):
         q = query[sinks:prompt, g] @ rotation.T
@@ -143,7 +143,7 @@ def test_expected_attention(options, with_value, rng, convert):
 
 
 def test_the_closed_form_is_the_mean(rng):
-    """Of ``exp(scale * q . k)`` over many queries that are Gaussian: as good as all the same keys stay."""
+    """It equals the mean of ``exp(scale * q . k)`` over many Gaussian queries, so nearly the same keys stay."""
     length, budget = 4000, 100
     query, key = rng.standard_normal((2, 1, length, 1, D))
     query = query @ (0.35 * rng.standard_normal((D, D))) + 0.3 * rng.standard_normal(D)
@@ -163,7 +163,7 @@ def test_the_average_rotation(rng):
 
 # ---- kvpress ----
 class Press:
-    """In the convention of kvpress: more is kept of keys with small norms and of values with large ones."""
+    """A press in the convention of kvpress that prefers keys with small norms and values with large ones."""
 
     def __init__(self):
         self.calls = []
@@ -190,7 +190,7 @@ def test_a_press(rng, convert):
 
 
 def test_a_press_as_a_cache(rng):
-    """A gated cache filled with the prompt stores the keys that stay, and later tokens see what the mask shows."""
+    """A gated cache filled with the prompt stores the remaining keys, and later tokens see what the mask shows."""
     prompt, budget = 40, 12
     query, key, value = drawn(rng, np.float32)
     stop = from_press(Press(), key, value, budget, prompt, sinks=1)
@@ -204,8 +204,8 @@ def test_a_press_as_a_cache(rng):
 
 
 def test_policies_at_equal_kept_rows(rng):
-    """Queries are Gaussian, and a few keys lie where they point: policies that look at queries find them, in as many
-    rows."""
+    """Queries are Gaussian, and a few keys point in their mean direction: policies that use queries find these keys,
+    with equally many rows."""
     prompt, budget, length = 160, 24, 200
     direction = rng.standard_normal((HKV, D))
     query = 1.5 * np.repeat(direction, H // HKV, 0) + 0.5 * rng.standard_normal((B, length, H, D))

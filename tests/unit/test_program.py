@@ -1,4 +1,4 @@
-"""Programs on a device whose kernels note what they get."""
+"""Programs on a device whose kernels record their arguments."""
 import struct
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,7 @@ PARAMS = Params("struct P {\n const float* in;\n int length;\n float* out;\n flo
 
 
 class Device:
-    """Keeps (entry, in, length, out, space) of launches, and what was cleared."""
+    """Records (entry, in, length, out, space) of launches, and cleared buffers."""
 
     def __init__(self) -> None:
         self.launched: list[tuple[Any, ...]] = []

@@ -114,7 +114,7 @@ def test_tf32_by_hand(rng):
 
 
 def test_the_plain_computation_through_tf32(rng):
-    """Its errors come from rounding the operands: there are none if they are TF32 numbers; 16-bit types never use it.
+    """Its errors come from rounding operands, so TF32 operands give none; 16-bit types never use TF32.
     """
     q, k, v, dout = (rng.standard_normal((1, 40, 1, 32)).astype(np.float32) for _ in range(4))
     small = [x.astype(np.float16) for x in (q, k, v)]

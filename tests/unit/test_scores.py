@@ -23,7 +23,7 @@ def test_types(rng, dtype, parameters, form):
     value, dt_proj, A, dt_bias = draw(rng, dtype=dtype, parameters=parameters)
     scores = dma.key_scores(value, dt_proj, A, dt_bias=dt_bias, form=form)
     assert scores.dtype == (np.float64 if dtype == "float64" else np.float32) and scores.shape == (2, 2, 30)
-    # A sum of 32 products and a few functions: at most some tens of rounding errors.
+    # A sum of 32 products and a few functions: at most a few dozen roundings.
     tolerance = 50 * np.finfo(scores.dtype).eps
     np.testing.assert_allclose(scores, reference.key_scores(value, dt_proj, A, dt_bias, form), tolerance, tolerance)
 

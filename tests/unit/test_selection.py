@@ -22,7 +22,7 @@ quick = settings(max_examples=120, deadline=None)
 
 @st.composite
 def problems(draw, max_length=24):
-    """(scores (B, Hkv, Lk), window, of all heads or of each, padding or None, documents or None)."""
+    """(scores (B, Hkv, Lk), window for all heads or per head, padding or None, documents or None)."""
     n, batch, heads = draw(st.integers(0, max_length)), draw(st.integers(1, 2)), draw(st.integers(1, 2))
     alphabet = st.sampled_from(draw(st.sampled_from(ALPHABETS)))
     values = draw(st.lists(alphabet, min_size=batch * heads * n, max_size=batch * heads * n))
@@ -73,7 +73,7 @@ def test_prefix_stop_is_the_definition(problem):
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("window", [1, 2, 3])
 def test_every_short_row(dtype, window):
-    """All rows of four special values, not only those that a random search finds."""
+    """All short rows over four special values, not only those that a random search finds."""
     rows = list(itertools.product([0.0, -0.0, np.nan, NEGATIVE_NAN, -np.inf, 1.0], repeat=4))
     scores = np.array(rows, dtype)[:, None]
     assert np.array_equal(dma.IntervalMask.top_w(scores, window).to_dense(4), reference.top_w_dense(scores, window))
@@ -96,7 +96,8 @@ def test_top_w_is_what_a_heap_keeps(values, window):
 @given(problems())
 @quick
 def test_the_interval_theorem(problem):
-    """The basis of this package: under the definition every key is visible for one run of positions, from its own."""
+    """The basis of this package: by the definition, every key is visible in one run of positions that starts at its
+    own."""
     scores, window, padding, documents = problem
     dense = reference.top_w_dense(scores, window, "prefix", padding, documents)
     for column in np.moveaxis(dense, 3, 0).reshape(-1, dense.shape[2]) if dense.size else []:

@@ -1,5 +1,5 @@
-"""Sink logits, and values of another head dim than keys: every function against the definition, and errors. The grids
-(``tests/oracle/cases.py``) have them for ``attention`` on every backend."""
+"""Sink logits, and values with a different head dim from keys: every function against the definition, and errors. The
+grids (``tests/oracle/cases.py``) cover ``attention`` on every backend."""
 import itertools
 
 import numpy as np
@@ -72,7 +72,7 @@ def test_pages_of_values(data):
 
 
 def test_the_default_scale_is_that_of_the_keys(convert, data):
-    """Also where they were widened: D 8, Dv 5 and the other way round."""
+    """Also if head dims were padded: D 8, Dv 5 and vice versa."""
     for d, dv in ((D, DV), (3, D)):
         q, k = (data[name].astype(np.float32)[..., :d] for name in ("query", "key"))
         v = np.resize(data["value"].astype(np.float32), (B, N, HKV, dv))
@@ -85,7 +85,7 @@ def test_the_default_scale_is_that_of_the_keys(convert, data):
 
 def test_a_sink_of_minus_infinity_is_none(data):
     q, k, v = (data[name] for name in ("query", "key", "value"))
-    mask = np.arange(N)[:, None] > np.arange(N)  # the first row sees nothing
+    mask = np.arange(N)[:, None] > np.arange(N)  # the first row has no visible keys
     plain = dma.attention(q, k, v, mask=mask, return_lse=True)
     found = dma.attention(q, k, v, mask=mask, return_lse=True, sink_logits=np.full(H, -np.inf))
     assert all(np.array_equal(a, b) for a, b in zip(plain, found))

@@ -1,4 +1,4 @@
-"""Calls for some of a cache's sequences, and tokens that are attended to before they are appended, or never are."""
+"""Calls for some of a cache's sequences, and speculative tokens: ``attend``, then ``commit`` for some of them."""
 from dataclasses import replace
 from unittest import mock
 
@@ -28,15 +28,15 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("seed", range(2))
 def test_sequences_come_and_go(case, seed, convert):
-    """Each is what it would be in a cache of its own, whatever the others do."""
-    rooms = {"ROWS": 2, "SPARE": 1, "MULTIPLE": 1}  # of a cache that grows: at nearly every token
+    """Each sequence is as in its own cache, whatever the others do."""
+    rooms = {"ROWS": 2, "SPARE": 1, "MULTIPLE": 1}  # makes a growing cache grow at nearly every token
     with mock.patch.multiple(gated_cache, **rooms):
         Slots(replace(case, batch=4, length=30, head_dim=4), np.random.default_rng(seed), convert,
               convert.name in ("cupy", "torch-cuda")).run(30)
 
 
 def stored(cache):
-    """All arrays, bit for bit, but for the rows of empty slots."""
+    """The bits of all arrays, except for rows of empty slots."""
     state = cache._state
     found = {name: np.array(host(getattr(state, name).array)) for name in state.arrays}
     for name in state.per_row:
@@ -55,7 +55,7 @@ WAYS = [History(batch=3, window=6, sinks=1, recent=2), History(batch=3, window=(
 @pytest.mark.parametrize("history", WAYS, ids=str)
 @pytest.mark.parametrize("most", [1, 7])
 def test_slots_are_the_same_computation(history, most, convert):
-    """All sequences in another order: bit for bit what the call without slots gives and leaves."""
+    """All sequences in another order: results and state equal those of the call without slots bit for bit."""
     rng = np.random.default_rng(0)
     cache, plain = history.cache(convert), history.cache(convert)
     for begin in range(0, 28, most):
@@ -86,7 +86,7 @@ def test_what_is_committed_is_what_extend_appends(history, most, form, convert):
             out = host(cache.attend(*arrays, **how))
             if not twice:
                 for x in arrays:
-                    x[...] = 0  # what was attended to are copies
+                    x[...] = 0  # the cache has copied its arguments
                 fresh = tokens if form == "lengths" else packed(tokens, [most] * 3)[0]
                 arrays = [convert(np.array(x)) for x in fresh]
         assert stored(cache) == before
@@ -101,7 +101,7 @@ def test_what_is_committed_is_what_extend_appends(history, most, form, convert):
 
 
 def test_memory_stays_the_same():
-    """Many short texts pass through: nothing grows, not the record of stops either."""
+    """Over many short texts nothing grows, not even the record of stops."""
     history = History(batch=2, length=12, options={"record_stops": True})
     cache, sizes = history.cache(), set()
     for text in range(60):

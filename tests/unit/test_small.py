@@ -1,5 +1,5 @@
-"""Short sequences and small logits on the numpy backend: computed together and without a running max, each row by what
-it sees itself."""
+"""Short sequences and small logits on the numpy backend, computed together and without a running max, but each row only
+from its visible keys."""
 from unittest import mock
 
 import numpy as np
@@ -21,7 +21,7 @@ def inputs(rng):
 
 @pytest.fixture
 def paths():
-    """How many rows went which way: those left by ``small.attend`` and calls of ``_attend_small``."""
+    """Counts which path rows take: rows left by ``small.attend``, and calls of ``_attend_small``."""
     left = []
 
     def attend(*arguments):
@@ -77,7 +77,7 @@ def test_what_nobody_sees_changes_neither_way_nor_bits(value, inputs, paths):
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e30])
 @pytest.mark.parametrize("heads", [1, HKV])
 def test_queries_that_see_nothing_change_neither_way_nor_bits(heads, value, inputs, paths):
-    """By tiles and together."""
+    """Both in tiles and computed together."""
     q, k, v, _ = (x[:1] for x in inputs)
     q, k, v = q[:, :, :2 * heads].copy(), k[:, :, :heads], v[:, :, :heads]
     padding = np.arange(N)[None] >= 9
@@ -95,18 +95,19 @@ def test_a_value_too_large_for_sums_of_exponentials(inputs, paths):
 
 
 def test_tiles_of_small_logits(inputs, paths):
-    """One batch entry and kv head: by tiles, without a running max; with it, if a key is large that some query sees."""
+    """One batch entry and kv head: in tiles, without a running max unless a visible key is large."""
     one = [x[:1, :, :1] if x.ndim == 4 else x[:1, :1] for x in inputs]
     one[0] = inputs[0][:1, :, :2]
     check(one, *attend(*one))
     assert paths[0] == [] and paths[1].call_count == 1
-    one[1][0, 5] *= 100  # which the first 20 queries see
+    one[1][0, 5] *= 100  # visible to the first 20 queries
     check(one, *attend(*one))
     assert paths[1].call_count == 1
 
 
 def test_biases_that_exponentials_do_not_hold(inputs, paths):
-    """All visible keys may have one that is very low: no running max would give rows without a probability."""
+    """All visible keys of a row may have a very low bias; without a running max, the row's probabilities would all be
+    0."""
     low = np.full_like(inputs[3], -200.0)
     check(inputs, *attend(*inputs, bias=low), bias=low)
     assert len(paths[0][0]) == B * HKV

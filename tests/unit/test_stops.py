@@ -1,4 +1,4 @@
-"""What a cache says that it has evicted: attention over the whole text under these stops is what its calls computed."""
+"""Recorded evictions of a cache: attention over the whole text with these stops gives the results of its calls."""
 import pickle
 from dataclasses import replace
 
@@ -29,7 +29,8 @@ def replayed(history, stops, convert=np.asarray):
     {}, {"sinks": 2, "recent": 3}, {"window": (9, 3), "recent": 5}, {"bias_delay": 4, "scores": "hidden", "recent": 4},
     {"scores": "nan", "sinks": 1}, {"window": 50}, {"dtype": "bfloat16", "recent": 2}], ids=str)
 def test_stops_are_what_was_seen(options, lengths, convert):
-    """Key by key, at every step; and a replay is right where the calls are (specification, section 12)."""
+    """Stops match the visible keys at every step, and a replay is as accurate as the calls (specification, section
+    12)."""
     history = History(**options, **RECORDED)
     cache, done = history.cache(convert), 0
     results = []

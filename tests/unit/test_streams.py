@@ -1,4 +1,4 @@
-"""What the library asks the CUDA driver about streams, of a driver that is not there."""
+"""The library's queries about streams, with a fake CUDA driver."""
 import ctypes
 import gc
 import weakref
@@ -15,7 +15,7 @@ class FakeLibrary:
     def __init__(self) -> None:
         self.capturing, self.capture, self.mode = 0, 1, 0
         self.bound, self.status, self.complete = True, 0, False
-        self.objects: list[tuple[int, int]] = []  # destructors and what they get
+        self.objects: list[tuple[int, int]] = []  # destructors and their arguments
         self.modes: list[int] = []
 
     def cuStreamIsCapturing(self, stream: int, found: Any) -> int:
@@ -78,7 +78,7 @@ def test_a_thread_without_a_context_gets_one(library):
 
 
 def test_the_legacy_stream_is_known(library):
-    library.status = 1  # whatever is asked fails
+    library.status = 1  # every query fails
     for handle in (0, 1):
         assert driver.stream_id(handle, 0) == -1 and not driver.is_capturing(handle, 0)
 

@@ -1,4 +1,4 @@
-"""TMA descriptors, with a driver that only answers."""
+"""TMA descriptors, with a fake driver."""
 import ctypes
 from types import SimpleNamespace
 from unittest import mock
@@ -11,7 +11,7 @@ from cupy_dma.backends.cuda.runtime.params import Ref
 
 @pytest.fixture
 def answers(monkeypatch):
-    """What the driver answers, one after the other, and how often a context was bound."""
+    """The fake driver's answers in turn, and how often a context was bound."""
     found = SimpleNamespace(statuses=[], bound=0)
 
     def bind():
@@ -35,7 +35,7 @@ def descriptor(encode):
 
 
 def test_a_thread_without_a_context_gets_one(answers):
-    """Such as that of autograd; the kernels for aligned rows are not given up for it."""
+    """Autograd's thread, for example; it still uses the kernels for aligned rows."""
     answers.statuses = [201, 0, 0]
     data, refs = descriptor(answers.encode)
     assert len(data) == tma.MAP_BYTES and answers.bound == 1 and not answers.statuses

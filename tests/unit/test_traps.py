@@ -1,4 +1,4 @@
-"""What looks like a way to combine masks, or to pass one, and would silently do something else."""
+"""Wrong ways to combine or pass masks, which would silently do something else, raise errors."""
 import operator
 import traceback
 
@@ -31,7 +31,7 @@ def test_a_mask_has_no_truth_value(use):
     (operator.eq, r"mask == array is not defined.*mask\.to_dense\(query_length\) == array"),
     (operator.ne, r"mask == array is not defined")], ids=lambda x: getattr(x, "__name__", ""))
 def test_masks_and_arrays(library, combine, instead):
-    """On either side."""
+    """With the array on either side."""
     if library == "scalar":
         array = np.True_
     else:
@@ -93,7 +93,7 @@ def test_masked_arrays_are_refused(call):
 
 
 def test_errors_of_a_backend_are_not_chained():
-    """One traceback, not that of a look-up before it."""
+    """Only one traceback, without that of an internal lookup."""
     for backend, error in (("cuda", (ValueError, RuntimeError)), ("none", ValueError), ([], TypeError), (3, TypeError)):
         for call in (lambda b: dma.attention(q(), q(), q(), backend=b),
                      lambda b: IntervalMask.top_w(np.zeros((1, 2, N), np.float32), 2, backend=b),

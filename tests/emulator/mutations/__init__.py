@@ -1,4 +1,4 @@
-"""A test of the tests: faults are put into the kernels one at a time, and the emulator tests must notice each.
+"""Mutation tests: faults are put into the kernels one at a time, and the emulator tests must detect each.
 
     checks.py                 what catches them: tests of tests/emulator/tests, and probes of their own
     faults_sm90.py            faults by the kernel they break: the Hopper forward,

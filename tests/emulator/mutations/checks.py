@@ -1,4 +1,4 @@
-"""What catches the faults: tests of tests/emulator/tests, and probes of their own (``OWN``)."""
+"""Checks that detect the faults: tests of tests/emulator/tests, and dedicated probes (``OWN``)."""
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -41,7 +41,7 @@ def named(name: str) -> cases.Case:
 
 
 def elsewhere(test: Callable[..., None], *arguments: Any) -> Callable[[], None]:
-    """A test of another file, with arguments that it runs with there: sound kernels are known to pass it."""
+    """A test of another file, with arguments that it uses there, so sound kernels are known to pass."""
     names = [*inspect.signature(test).parameters]
     given, fixtures = dict(zip(names, arguments)), names[len(arguments):]
     assert fixtures in ([], ["monkeypatch"])
@@ -66,8 +66,9 @@ def drawn(queries: int, keys: int, heads: tuple[int, int] = (2, 1), size: int = 
 
 def agrees(rows: Sequence[np.ndarray], error: float, tile: str | None = None, around: Any = None, writes: int = 1,
            order: emulator.Order | None = None, **options: Any) -> np.ndarray:
-    """The output, which is that of the NumPy backend but for ``error``, and finite where that is. ``tile``: of the
-    Hopper kernel; ``around``: a context of the call; ``writes``: how often a result may be written."""
+    """Run a call. Its output must agree with the NumPy backend's within ``error``, and be finite where that is.
+    ``tile``: of the Hopper kernel; ``around``: a context for the call; ``writes``: how often a result may be
+    written."""
     with contextlib.ExitStack() as stack:
         if tile is not None:
             gpu = stack.enter_context(emulator.hopper_gpu(order=order or emulator.Order()))
@@ -119,7 +120,7 @@ def lists_over_chunks() -> None:
 
 
 def gathered_biases() -> None:
-    """Biases of whole blocks of keys, with and without hidden keys between them; a last tile that is not full."""
+    """Biases for whole blocks of keys, with and without hidden keys between them, and a partial last tile."""
     rng, *rows = drawn(70, 400, (1, 1), 16)
     bias = rng.standard_normal((1, 1, 70, 400)).astype(np.float16)
     for mask in (np.broadcast_to(np.arange(400) % 3 == 0, (70, 400)).copy(), None):
@@ -127,7 +128,7 @@ def gathered_biases() -> None:
 
 
 def decoding(history: History | None = None, **options: Any) -> Callable[[], None]:
-    """Tokens one by one into a cache."""
+    """Append tokens to a cache one by one."""
     usual = {"dtype": "float16", "head_dim": 16, "window": 7, "length": 24, "batch": 1}
     history = history or History(**{**usual, **options})
 
@@ -142,7 +143,7 @@ def decoding(history: History | None = None, **options: Any) -> Callable[[], Non
 
 
 def several(case: int, length: int = 8) -> Callable[[], None]:
-    """Bits of several tokens in a launch."""
+    """Several tokens in one launch have the bits of single ones."""
     return elsewhere(test_several_tokens.test_bits_are_those_of_tokens_one_by_one, test_several_tokens.CASES[case],
                      length)
 
@@ -153,7 +154,7 @@ def slots(case: int, length: int = 4) -> Callable[[], None]:
 
 
 def flash_decode() -> None:
-    """Several steps a warp, so that sums are rescaled."""
+    """Several steps per warp, so that sums are rescaled."""
     _, q, k, v = drawn(2, 6000, (4, 2), 16)
     agrees((3 * q, k, v), 3e-3)
 
@@ -171,8 +172,8 @@ def last_queries(queries: int) -> Callable[[], None]:
 
 
 def sm90_forward(tile: str, kind: str, head_dim: int = 64, **options: Any) -> Callable[[], None]:
-    """Several tiles, one after the other, the last of them cut by rows, with queries and outputs through TMA. ``lists``
-    have full blocks and others; TMA also loads the keys of ``causal``, and consecutive ones of ``dense`` masks."""
+    """Several successive tiles, the last one cut by rows, with queries and outputs through TMA. ``lists`` have full and
+    partial blocks; TMA also loads the keys of ``causal``, and consecutive ones of ``dense`` masks."""
     def check() -> None:
         rng, *rows = drawn(500, 500, (4, 2), head_dim)
         scores = rng.standard_normal((1, 2, 500)).astype(np.float32)
@@ -186,14 +187,14 @@ def sm90_forward(tile: str, kind: str, head_dim: int = 64, **options: Any) -> Ca
 
 
 def rising_logits() -> None:
-    """Some sums of their exponentials become too large, and some infinite."""
+    """Logits that rise: some sums of exponentials become too large, and some infinite."""
     for slope in (0.4, 3.0):
         bias = np.broadcast_to(slope * np.arange(300, dtype=np.float32), (1, 1, 300))
         agrees(drawn(300, 300)[1:], 6e-3, "192x96", bias=bias, causal=True)
 
 
 def logits_that_change() -> None:
-    """Within a tile: one polynomial of the softcap holds for the first keys, another for more, none for the last."""
+    """Within a tile, the first keys use one polynomial of the softcap, later keys another, and the last keys none."""
     _, q, k, v = drawn(400, 400)
     q /= 4
     for part, size in zip(np.split(k, 4, axis=1), (0.2, 0.45, 0.45, 3.0)):
@@ -216,7 +217,7 @@ def softcapped_biases(factor: float, bias: float, logit: float = 1.0) -> Callabl
 
 
 def no_room_in_l2(tile: str, num_sms: int, rotation: int | None = None) -> Callable[[], None]:
-    """Three heads with 3 tiles each, an L2 swizzle group for each head; causal, or with lists for CTAs that go on by
+    """Three heads with 3 tiles each, and an L2 swizzle group per head; causal, or with lists, for CTAs that shift by
     ``rotation`` places from one wave to the next."""
     def check() -> None:
         rng, *rows = drawn(300, 300, (3, 3), 16)
@@ -231,14 +232,14 @@ def no_room_in_l2(tile: str, num_sms: int, rotation: int | None = None) -> Calla
 
 
 def nonfinite_values() -> None:
-    """A value of every tile that some of its queries do not see."""
+    """Every tile has a non-finite value that some of its queries do not see."""
     _, q, k, v = drawn(300, 300)
     v[:, ::50] = np.inf
     agrees((q, k, v), 3e-3, "192x96", writes=2, mask=dma.IntervalMask.sliding_window(300, 20))
 
 
 def short_tiles() -> None:
-    """After whole waves, where they could be cut in two, and without any, where some could be cut in three."""
+    """Short tiles after whole waves, which could be cut in two, and without any, where some could be cut in three."""
     rng, *rows = drawn(500, 500, (4, 2))
     mask = dma.IntervalMask.top_w(rng.standard_normal((1, 2, 500)).astype(np.float32), 100)
     for num_sms, count in ((8, 2), (18, 8)):
@@ -248,7 +249,7 @@ def short_tiles() -> None:
 
 
 def sm90_splits(kind: str) -> Callable[[], None]:
-    """After whole waves and without any, tiles split along their keys; some queries see keys of some splits only."""
+    """Tiles split along their keys, after whole waves and without any; some queries see only keys of some splits."""
     def check() -> None:
         rng, q, k, v = drawn(100, 900, (4, 2))
         scores = rng.standard_normal((1, 2, 900)).astype(np.float32)
@@ -279,8 +280,8 @@ def sm90_grid(tile: str, name: str) -> Callable[[], None]:
 
 
 def sm90_backward(num_sms: int = 1, order: emulator.Order | None = None, **options: Any) -> Callable[[], None]:
-    """Gradients of ``test_sm90_backward`` by one CTA that takes tile after tile, or by several; in two passes unless
-    told otherwise."""
+    """Gradients of ``test_sm90_backward`` by one CTA that processes all tiles, or by several; in two passes by
+    default."""
     options = {"deterministic": True} | options
 
     def check() -> None:
@@ -301,7 +302,7 @@ def sm90_backward_splits(count: int, steps: int, **options: Any) -> Callable[[],
 
 
 def sm90_backward_runs(keys: slice, start: int, stop: int) -> Callable[[], None]:
-    """400 keys in their own order, of which ``keys`` are seen by queries ``start`` to ``stop`` and others by all."""
+    """400 keys in their own order; queries ``start`` to ``stop`` see ``keys``, and all queries see the other keys."""
     runs = np.zeros((2, 1, 1, 400), np.int32)
     runs[1] = 400
     runs[..., keys] = np.array([start, stop])[:, None, None, None]
@@ -309,7 +310,7 @@ def sm90_backward_runs(keys: slice, start: int, stop: int) -> Callable[[], None]
 
 
 def sm90_stored(lists: int = 0, **options: Any) -> Callable[[], None]:
-    """Gradients of ``test_sm90_backward`` from stored dS, of so many lists at a time."""
+    """Gradients of ``test_sm90_backward`` from stored dS, for the given number of lists at a time."""
     def check() -> None:
         with test_sm90_stored.stored(lists=lists, sms=2, order=emulator.Order("random", "random", 1)):
             found = test_sm90_backward.gradients("emulator", **options)
@@ -335,7 +336,7 @@ def hopper_in_random_order(order: emulator.Order | None = None) -> Iterator[None
 
 
 def bad_super_tile() -> None:
-    """NaN in the queries of the later super-tiles (320 queries each) reaches no key that these do not see, although the
+    """NaN in the queries of later super-tiles (320 queries each) does not reach keys invisible to them, although the
     third step of 128 queries begins in the first super-tile and ends in the second."""
     def spoil(q: Any, k: Any, v: Any, dout: Any) -> None:
         q[:, 320:], dout[:, 320:] = np.nan, np.inf
@@ -362,7 +363,7 @@ def sm90_backward_grid(name: str) -> Callable[[], None]:
 
 
 def biases_that_hide() -> None:
-    """Rows whose keys all have a bias of -inf see nothing."""
+    """Rows whose keys all have a bias of -inf have no visible keys."""
     bias = np.zeros((1, 1, 200), np.float32)
     bias[..., :10] = -np.inf
     options: dict[str, Any] = {"length": 200, "window": 0, "causal": True, "bias": bias, "deterministic": True}

@@ -1,4 +1,4 @@
-"""Faults in the portable attention kernels: kernels/sm80, and what they share with others in kernels/common."""
+"""Faults in the portable attention kernels: kernels/sm80, and code shared in kernels/common."""
 from tests.emulator.mutations import Fault
 
 FAULTS = [

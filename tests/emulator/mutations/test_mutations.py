@@ -1,6 +1,6 @@
 """Each fault is put into its kernel and must be caught by the check that it names.
 
-The summary at the end of a run prints what each was caught by: a report of the emulator, or a wrong result.
+The summary at the end of a run prints what detected each: a report of the emulator, or a wrong result.
 """
 import contextlib
 import io
@@ -32,7 +32,7 @@ def quiet():
 
 @pytest.mark.parametrize("name", OWN)
 def test_sound_kernels_pass(name):
-    """The other checks are tests that run in their own files."""
+    """Only the dedicated probes run here; the other checks are tests that run in their own files."""
     OWN[name]()
 
 

@@ -33,14 +33,14 @@ def test_backward_grid(case):
     "bfloat16-D256", "float32-D128", "float32-D192", "float32-D256", "float32-dense-bias", "float32-dense-both",
     "float32-dense-sizes", "dense-both", "dense-sizes"))], ids=str)
 def test_tiles_of_smaller_gpus(case, device):
-    """The cases whose tiles are others there, and those of few queries."""
+    """Cases whose tiles differ on smaller GPUs, and cases with few queries."""
     device.shared_limit = 99 * 1024
     cases.check_backward(case, cases.run_backward(case, backend="emulator"), tf32=True)
 
 
 @pytest.mark.parametrize("bias", ["full=bhqk", "full=11qk"])
 def test_large_float32_rows_with_a_dense_bias(bias, device, fresh_programs):
-    """What fits on GPUs with more shared memory, and is refused on smaller ones."""
+    """These fit on GPUs with more shared memory, and are refused on smaller ones."""
     case = cases.Case("large", dtype="float32", head_dim=256, mask="dense=b1qk", bias=bias, query_length=37,
                       key_length=40)
     for limit in (227, 163):
@@ -52,7 +52,7 @@ def test_large_float32_rows_with_a_dense_bias(bias, device, fresh_programs):
 
 
 def super_tiles(dtype, size, queries=400, keys=400):
-    """Gradients over several super-tiles: their lists, partial sums and the sum of these."""
+    """Gradients over several super-tiles: their lists, partial sums, and the final sum."""
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((1, length, heads, size)).astype(numpy_dtype(dtype))
                for length, heads in ((queries, 2), (keys, 1), (keys, 1)))
@@ -79,8 +79,8 @@ def super_tiles_in_order():
 @pytest.mark.parametrize("needs", [("query", "key", "value", "bias"), ("value",), ("query", "bias")], ids=str)
 @pytest.mark.parametrize(("batch", "mask_heads", "bias_heads"), [(1, 3, 6), (1, 1, 3), (2, 3, 3), (2, 6, 6)])
 def test_in_chunks(batch, mask_heads, bias_heads, needs, monkeypatch):
-    """Of batch entries and kv heads: the same bits. Of 6 heads over 3 the chunks have 4 and 2. Masks of single query
-    heads have no such sums."""
+    """Chunks of batch entries and kv heads give the same bits. 6 heads over 3 kv heads make chunks of 4 and 2. Masks
+    per query head have no such sums."""
     rng = np.random.default_rng(0)
     q, dout, k, v = (rng.standard_normal((batch, 300, heads, 16)).astype(np.float16) for heads in (6, 6, 3, 3))
     scores, dlse = (rng.standard_normal((batch, 6, 300)).astype(np.float32) for _ in range(2))
@@ -124,8 +124,8 @@ def test_the_order_of_threads_and_blocks_changes_no_bit(order):
 
 
 def dense_gradients(backend, dtype="float16"):
-    """A mask of blocks, so that steps and lists are left out, over more than 32 steps of queries; biases of their own
-    and shared."""
+    """A block mask, so that steps and lists are skipped, over more than 32 steps of queries; biases per head and
+    shared."""
     rng = np.random.default_rng(0)
     n, lq = 136, 1100
     kind = numpy_dtype(dtype)
@@ -176,7 +176,7 @@ def super_mask(kind, heads, queries=300, keys=200):
 
 
 def expected_lists(mask, kv_heads, capacity):
-    """Per list row the super-tiles of the first choice that fits: (first query, end, keys)."""
+    """For each list row, the super-tiles of the first choice that fits: (first query, end, keys)."""
     _, heads, queries, _ = mask.shape
     for head in range(1 if heads == 1 else kv_heads):
         share = max(heads // kv_heads, 1)
@@ -207,7 +207,7 @@ def test_super_tiles_of_dense_masks(kind, heads, monkeypatch):
     for a, b in zip(found, expected):
         x, y = a.astype(np.float64), b.astype(np.float64)
         assert np.isfinite(x).all()
-        assert np.linalg.norm(x - y) <= 1e-2 * np.linalg.norm(y) + 1e-4  # one key: dq is 0 but for roundings
+        assert np.linalg.norm(x - y) <= 1e-2 * np.linalg.norm(y) + 1e-4  # one key: dq is 0 up to roundings
     unseen = ~mask[0].reshape(heads, 300, 200).any(1)
     for head in range(2):
         nobody = unseen[head * heads // 2:max((head + 1) * heads // 2, 1)].all(0)
@@ -277,7 +277,7 @@ def test_a_bias_of_float64():
 @pytest.mark.feature("cuda backward", "attention", "a NaN")
 @pytest.mark.parametrize("kind", ["key", "value", "query", "dout"])
 def test_a_bad_row_reaches_no_gradient_behind_a_dense_mask(kind):
-    """A row that nobody sees, or that sees nothing, may hold NaN."""
+    """An invisible key row, or a query row without visible keys, may hold NaN."""
     rng = np.random.default_rng(0)
     x = {name: rng.standard_normal((1, 100, 2, 16)).astype(np.float16) for name in ("query", "key", "value", "dout")}
     mask = rng.random((1, 2, 100, 100)) < 0.3

@@ -1,5 +1,5 @@
-"""Key biases that begin at a distance, through the kernels on the CPU emulator: forward and gradients, of the portable
-kernels and of Hopper's, in one pass and in two."""
+"""Delayed key biases through the kernels on the CPU emulator: forward and gradients, portable and Hopper kernels, in
+one pass and in two."""
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,7 +13,7 @@ from tests.oracle import cases, delay_cases, schedule_cases, varlen_cases
 
 PORTABLE, ONE_PASS, TWO_PASSES = KERNELS = ("portable", "Hopper, one pass", "Hopper, two passes")
 SHORT = [c for c in delay_cases.CASES if c.dtype != "float64"]
-LONG = delay_cases.LONG  # lists; blocks and steps in which all biases count, or none
+LONG = delay_cases.LONG  # lists, and blocks and steps in which all biases apply, or none
 HOPPER = [*(c for c in SHORT[::3] if c.dtype != "float32"), *LONG]
 CALLS = [*((PORTABLE, c) for c in (*SHORT, *LONG[:5], *delay_cases.FEW_QUERIES)), *((ONE_PASS, c) for c in HOPPER),
          *((TWO_PASSES, c) for c in (*HOPPER[::4], *LONG))]
@@ -78,7 +78,7 @@ def test_more_sequences(kernels, case):
 
 @pytest.mark.parametrize("kernels", [PORTABLE, TWO_PASSES])
 def test_open_gates_change_no_bit(kernels):
-    """Biases of 0, whatever the delay."""
+    """Biases of 0 change nothing, whatever the delay."""
     rng = np.random.default_rng(0)
     q, dout = rng.standard_normal((2, 1, 200, 4, 64)).astype(np.float16)
     k, v = rng.standard_normal((2, 1, 200, 2, 64)).astype(np.float16)
@@ -93,7 +93,7 @@ def test_open_gates_change_no_bit(kernels):
 
 
 def test_keys_that_whole_steps_do_not_see():
-    """Beside keys whose biases count for some queries of the step."""
+    """Such keys, beside keys whose biases apply to some queries of the step."""
     rng, j = np.random.default_rng(0), np.arange(256, dtype=np.int32)
     q, dout = rng.standard_normal((2, 1, 256, 2, 64)).astype(np.float16)
     k, v = rng.standard_normal((2, 1, 256, 1, 64)).astype(np.float16)
@@ -109,7 +109,7 @@ def test_keys_that_whole_steps_do_not_see():
 
 @pytest.mark.parametrize("queries", [1, 3])
 def test_the_last_queries(queries):
-    """Of a long history, whose keys the scores select."""
+    """The last queries of a long history, with keys selected by score."""
     rng = np.random.default_rng(0)
     q = rng.standard_normal((1, queries, 4, 32)).astype(np.float16)
     k, v = rng.standard_normal((2, 1, 900, 2, 32)).astype(np.float16)

@@ -1,4 +1,4 @@
-"""The cuda backend's way of taking many tokens at once, on the CPU emulator."""
+"""Prefill of caches on the cuda backend, on the CPU emulator."""
 from dataclasses import replace
 
 import numpy as np
@@ -27,7 +27,7 @@ def test_chunks(history):
 @pytest.mark.parametrize("lengths", [[1] * 24, [11, 1, 12]], ids=["steps", "pieces"])
 @pytest.mark.parametrize("options", [{"capacity": (3, 5)}, {"add_gates": False}, {"batch": 2, "seed": 1}], ids=str)
 def test_gates(options, lengths, monkeypatch):
-    """Without a capacity, rows grow at nearly every token, those of each sequence and head at others."""
+    """Without a capacity, rows grow at nearly every token, at different tokens for each sequence and head."""
     for name, value in (("ROWS", 2), ("SPARE", 1), ("MULTIPLE", 1)):
         monkeypatch.setattr(gated_cache, name, value)
     case = Gates(**{"dtype": "float16", "head_dim": 16, "batch": 1, "length": 24, **options})
@@ -41,8 +41,8 @@ def test_gates(options, lengths, monkeypatch):
 @pytest.mark.parametrize("capacity", [None, (2, 70)])
 @pytest.mark.parametrize("seed", range(2))
 def test_any_appends_and_batches(seed, capacity, monkeypatch):
-    """Against the numpy backend: steps, chunks, and sequences that are selected, reordered, copied and saved, each with
-    rows of its own."""
+    """Against the numpy backend: steps and chunks, with sequences that are selected, reordered, copied and saved, and
+    whose numbers of rows differ."""
     for name, value in (("ROWS", 2), ("SPARE", 1), ("MULTIPLE", 1)):
         monkeypatch.setattr(gated_cache, name, value)
     case = Gates(dtype="float16", head_dim=8, batch=3, length=120, seed=seed, capacity=capacity)
@@ -76,7 +76,7 @@ def test_any_appends_and_batches(seed, capacity, monkeypatch):
 
 
 def test_a_long_chunk_sees_more_sinks_and_recent_keys_than_best_ones():
-    """The lists of its tiles have room for all of them."""
+    """The lists of its tiles have room for all these keys."""
     history = History(length=330, window=6, sinks=40, recent=60, dtype="bfloat16", head_dim=16, batch=1)
     cache = history.cache(backend="emulator")
     out, lse = history.run(cache, [110, 220])

@@ -1,5 +1,5 @@
-"""Calls that differ in one fact have different programs: each neighbour of a call whose programs exist gives what it
-gives with programs of its own."""
+"""Calls that differ in one property get different programs: after one call has built its programs, each neighbouring
+call gives the same result as with newly built programs."""
 import contextlib
 from collections.abc import Callable
 from typing import Any
@@ -13,13 +13,13 @@ from cupy_dma.backends.cuda.runtime.program import fresh
 from cupy_dma.backward import attention_backward, dynamic_mask_attention_backward
 from tests.emulator.tests.test_programs import device  # noqa: F401
 
-# What a kind is does not depend on the device.
+# Keys of calls do not depend on the device.
 pytestmark = pytest.mark.parametrize("device", [False], indirect=True, ids=["portable"])
 B, N, H, HKV, D, W = 2, 48, 2, 1, 16, 11
 
 
 class Arrays:
-    """The arrays of a call, of other values and at other addresses in each call; those of earlier ones stay alive."""
+    """The arrays of a call: every call gets new values at new addresses, and earlier arrays stay alive."""
 
     def __init__(self) -> None:
         self.rng, self.kept = np.random.default_rng(0), []
@@ -40,7 +40,7 @@ class Arrays:
 
 
 def interval_mask(arrays: Arrays, kind: str, keys: int, places: dict[str, Any]) -> Any:
-    """A mask by the name of what is special about it; the arrays of all but the last have the same shapes."""
+    """A mask by the name of its special property; all but the last have arrays of the same shapes."""
     start = np.arange(keys, dtype=np.int32)
     lives = arrays.rng.integers(1, W, (B, HKV, keys))
     stop = (start + lives).astype(np.int32)
@@ -66,7 +66,7 @@ def attend(arrays: Arrays, queries: int = N, keys: int = N, heads: int = H, kv_h
            bias_dtype: str = "float32", places: dict[str, dict[str, Any]] | None = None,
            needs: tuple[str, ...] | None = None, with_dlse: bool = False, deterministic: bool = False,
            **options: Any) -> list[Any]:
-    """Results and gradients of attention, with programs of earlier calls and with its own."""
+    """Results and gradients of attention, with programs of earlier calls and with newly built ones."""
     places = places or {}
     shapes = {"query": (queries, heads), "key": (keys, kv_heads), "value": (keys, kv_heads), "dout": (queries, heads)}
     x = {name: arrays.placed(arrays.normal(B, *shape, head_dim, dtype=dtype), **places.get(name, {}))
@@ -90,7 +90,7 @@ def attend(arrays: Arrays, queries: int = N, keys: int = N, heads: int = H, kv_h
 
 def select(arrays: Arrays, computed: bool = False, places: dict[str, dict[str, Any]] | None = None,
            dtype: str = "float32", padded: bool = False, window: int = W, **options: Any) -> list[Any]:
-    """The same of attention from scores, given or computed."""
+    """The same for attention from scores, given or computed."""
     places = places or {}
     q, k, v, dout = (arrays.placed(arrays.normal(B, N, heads, D), **places.get(name, {})) for name, heads in (
         ("query", H), ("key", HKV), ("value", HKV), ("dout", H)))
@@ -113,7 +113,7 @@ def select(arrays: Arrays, computed: bool = False, places: dict[str, dict[str, A
 
 
 def check(call: Callable[..., list[Any]], first: dict[str, Any], neighbours: dict[str, dict[str, Any]]) -> None:
-    """Each neighbour after the first call, then once more, and the first call again."""
+    """Run each neighbour after the first call, then once more, then the first call again."""
     arrays = Arrays()
     call(arrays, **first)
     kinds = [(name, first | change) for name, change in neighbours.items() for _ in range(2)]
@@ -124,7 +124,7 @@ def check(call: Callable[..., list[Any]], first: dict[str, Any], neighbours: dic
 
 
 def at(**places: Any) -> dict[str, Any]:
-    """One array that lies elsewhere: in an order of axes, or behind so many elements."""
+    """One array with another memory layout: another order of axes, or an offset in elements."""
     return {"places": {name: {"offset": place} if isinstance(place, int) else {"order": place}
                        for name, place in places.items()}}
 

@@ -1,4 +1,4 @@
-"""The kernels of decoding on the CPU emulator, against the oracle on the whole history and in different orders."""
+"""The decode kernels on the CPU emulator, against the oracle on the whole history, and in different thread orders."""
 from __future__ import annotations
 
 import itertools
@@ -24,9 +24,9 @@ from tests.oracle.cache_cases import SCORES, History
 from tests.unit.test_cache import check_invariants
 
 SMALL = History(dtype="float16", head_dim=16, length=24, window=7)
-# Two sets of query heads, each in two splits for one kv head and in one for the other.
+# Two sets of query heads; each has two splits for one kv head and one for the other.
 RAGGED = History(dtype="float16", head_dim=8, window=(66, 3), sinks=1, length=75, heads=24, scores="distinct")
-# Both ways to load rows, with one split and with several; a tile of one operand and of two, sets of tiles.
+# Both ways to load rows, one split and several, tiles of one and two operands, sets of tiles.
 CASES = [
     History(dtype="bfloat16", head_dim=64, window=100, recent=3, length=112, batch=1, heads=2, kv_heads=1),
     History(dtype="float16", head_dim=16, value_dim=24, window=9, sinks=2, recent=3),
@@ -167,7 +167,7 @@ def test_sequences_that_take_no_step():
 
 @pytest.mark.parametrize("kind", ["int32", "int64"])
 def test_a_few_tokens_of_sequences_of_different_lengths(kind):
-    """In one call, step by step: what is no token has zeros and -inf in its own place."""
+    """In one call, step by step; places without a token get zeros and -inf."""
     history = History(dtype="float16", head_dim=16, value_dim=24, length=30, window=7, batch=3, recent=2)
     cache, expected = history.cache(backend="emulator"), history.cache(backend="numpy")
     for p in range(0, history.length, 3):
@@ -183,7 +183,7 @@ def test_a_few_tokens_of_sequences_of_different_lengths(kind):
 
 @pytest.mark.parametrize("scores", ["equal", "ties", "nan"])
 def test_the_oldest_of_equals_among_slots_of_several_steps(scores, monkeypatch):
-    """One split has more slots than its block looks at in a step: the oldest of equal keys is pushed out."""
+    """A split has more slots than its block reads in a step, and the oldest of equal keys must be evicted."""
     monkeypatch.setattr(split, "MAX_SPLITS", 1)
     history = History(dtype="float16", head_dim=16, length=310, window=300, batch=1, heads=1, kv_heads=1, scores=scores)
     cache = history.cache(backend="emulator")
@@ -203,7 +203,7 @@ def test_update_is_a_step_without_queries():
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_bad_row_reaches_only_those_that_see_it(bad):
-    """Rows with numbers that are not finite, in keys that leave the top and stay in their slots for a while."""
+    """Non-finite rows of keys that leave the top w but stay in their slots for a while."""
     history = History(dtype="float16", head_dim=16, length=30, window=5, sinks=2, recent=3, scores="distinct", batch=1)
     clean = steps(history)[0]
     for where in (0, 9, 20):
@@ -235,7 +235,7 @@ def test_a_step_allocates_nothing(monkeypatch):
 
 
 def test_rows_of_any_strides():
-    """Views that are not aligned to 16 bytes, and BHSD ones."""
+    """Views that are not aligned to 16 bytes, and BHSD views."""
     history, far = SMALL, SMALL.cache(backend="emulator")
     for p in range(history.length):
         views = []
@@ -262,7 +262,7 @@ def test_parts_cover_the_slots():
 @pytest.mark.parametrize("sizes", [(8192, 32, 32, 32), (69, 117), (1,), (64,) * 500, (100_000, 1), (40_000,) * 3])
 @pytest.mark.parametrize(("sets", "resident"), [(1, 132 * 3), (3, 8)])
 def test_splits_of_heads_with_rows_of_their_own(sizes, sets, resident):
-    """No other size of splits takes fewer steps, up to those between the candidates."""
+    """No other split size takes fewer steps, except for sizes between the candidates."""
     def cost(size):
         tiles = sets * sum(-(-n // size) for n in sizes)
         return -(-tiles // resident) * (split.BLOCK_STEPS + -(-size // 64))
@@ -293,7 +293,7 @@ FEW = [c for c in cases.CASES if c.name.startswith(NAMES) and not any(
 
 @pytest.fixture
 def always(calls_of):
-    """The kernel of few queries takes every call that it can do."""
+    """The split-KV kernel for few queries runs every call that it supports."""
     with overridden(decode=True):
         yield calls_of(flash_decode, "attention")
 
@@ -304,7 +304,7 @@ def always(calls_of):
     (65, 4095, 1, 1, False, False), (264, 4096, 2, 1, False, True), (265, 4096, 2, 1, False, False),
     (66, 8192, 2, 8, False, True), (67, 2**17, 2, 8, False, False)])
 def test_calls_that_share_keys_out(queries, keys, group, kv_heads, masked, pays):
-    """On 132 SMs."""
+    """Calls that use split-KV on 132 SMs."""
     mask = dma.IntervalMask.sliding_window(keys, 100) if masked else None
     call = SimpleNamespace(query_length=queries, key_length=keys, heads=group * kv_heads, kv_heads=kv_heads, batch=1,
                            mask=mask)
@@ -320,7 +320,7 @@ def test_few_queries_on_the_forward_grid(case, always):
 
 @pytest.mark.parametrize(("queries", "heads", "keys"), [(1, 1, 2200), (4, 16, 1600)])
 def test_more_splits_than_are_combined_at_a_time(queries, heads, keys, device, monkeypatch):
-    """A thread combines 8 or 16 splits at a time; there are up to 35."""
+    """A thread combines 8 or 16 splits at a time, and there are up to 35."""
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((1, n, h, 16)).astype(np.float16) for n, h in (
         (queries, heads), (keys, 1), (keys, 1)))
@@ -354,7 +354,7 @@ def test_few_queries_in_any_order(order, always):
 @pytest.mark.parametrize(("length", "window", "queries"), [(2, 1, 1), (4096, 30, 1), (6000, 50, 4), (9000, 4500, 1),
                                                            (70, 3, 9), (9000, 20, 33)])
 def test_selection_of_the_last_queries(kind, length, window, queries, device):
-    """Keys in order, and the positions that see them, against the heap of the NumPy backend."""
+    """Keys in order, and the positions to which they are visible, against the heap of the NumPy backend."""
     scores = selection_cases.awkward_scores(kind, 2, length)
     stop = np.asarray(dma.IntervalMask.top_w(scores, window, backend="numpy").stop)[0]
 
@@ -389,7 +389,7 @@ def test_last_queries_of_a_history(length, window, queries, heads, dtype, calls_
 
 
 def test_what_the_last_queries_leave_to_masks(monkeypatch):
-    """Padding, global selection, masks per head, and histories that are not longer than the window."""
+    """These calls use masks: padding, global selection, masks per head, and histories no longer than the window."""
     monkeypatch.setattr(flash_decode, "_pays", lambda *_: True)
     monkeypatch.setattr(last_queries, "select_last", lambda *_: pytest.fail("these need a mask"))
     rng = np.random.default_rng(0)
@@ -405,7 +405,7 @@ def test_what_the_last_queries_leave_to_masks(monkeypatch):
 
 # ---- the first step in a CUDA graph, and without memory ----
 class Capturing(emulator.EmulatorRuntime):
-    """A device on which a capture is under way while there is a ``graph``: launches are recorded and not run."""
+    """A device that is capturing while ``graph`` is set: launches are recorded and not run."""
 
     graph: list | None = None
 
@@ -425,10 +425,10 @@ class Capturing(emulator.EmulatorRuntime):
 
 @pytest.mark.parametrize(("heads", "window"), [(2, 70), (10, 70), (2, (70, 9))])
 def test_the_first_step_is_captured(heads, window, monkeypatch):
-    """What a capture makes is garbage until it is replayed: an eager step before that takes nothing of it."""
+    """Arrays made by a capture are garbage until its replay, so an eager step before that must not use them."""
     history = History(dtype="float16", head_dim=16, length=12, window=window, batch=1, heads=heads,
                       kv_heads=1 if window == 70 else 2)
-    library, memory, filled = library_named("numpy"), [], []  # of the graph
+    library, memory, filled = library_named("numpy"), [], []  # arrays of the graph
     with emulator.using(Capturing, build="plain") as device:
         def garbage(array):
             array[...] = 0x7F7F7F7F if array.dtype.kind == "i" else np.nan
@@ -451,7 +451,7 @@ def test_the_first_step_is_captured(heads, window, monkeypatch):
         device.graph = graph = []
         cache.extend(*static, out=out)
         device.graph = None
-        contents = [array.copy() for array in filled]  # which a replay writes
+        contents = [array.copy() for array in filled]  # a replay writes these
         for array in filled:
             garbage(array)
         assert len(graph) == 1 and cache.length == 0
@@ -491,6 +491,6 @@ def test_a_step_without_memory_changes_nothing(monkeypatch):
             except MemoryError:
                 for name, x in cache.state_dict().items():
                     np.testing.assert_array_equal(x, before[name])
-    assert number == 5  # out, lse, and three for what blocks leave for each other
+    assert number == 5  # out, lse, and three buffers between blocks
     history.check(out, lse, begin=10, tf32=True)
     history.check_kept(cache, 10)

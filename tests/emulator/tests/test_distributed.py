@@ -1,5 +1,5 @@
-"""A rank's history on the CUDA kernels: received rows ahead of its own keys, with a mask that knows how many keys a
-tile sees. Without processes: what earlier ranks would send is made here."""
+"""A rank's history on the CUDA kernels: received rows before its own keys, with a mask that bounds the keys of a tile.
+There are no processes; the test makes the rows that earlier ranks would send."""
 import numpy as np
 import pytest
 
@@ -25,7 +25,7 @@ def own(case: Case, rank: int) -> Own:
 @pytest.mark.feature("cuda forward backward", "distributed", "sinks, recent", "padding", "documents")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_last_rank(case):
-    """Its outputs and gradients of queries and own keys, forward and backward, against the oracle of the whole."""
+    """Outputs and gradients of its queries and own keys against the oracle on the whole sequence."""
     rank, keep = case.world - 1, case.keep
     sent = [survivors(own(case, q), keep) for q in range(rank)]
     mine = own(case, rank)

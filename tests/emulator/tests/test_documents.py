@@ -1,4 +1,4 @@
-"""Documents and ``keys="global"``: their kernels against the array library, and calls of them as programs."""
+"""Documents and ``keys="global"``: kernels against array code, and calls as programs."""
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +20,7 @@ CHUNK = 4096  # keys of a block of the kernel
 
 
 def ids_of(rows: int, length: int, changes: list[int], dtype: str = "int32") -> np.ndarray:
-    """Documents of 0 and 1 in turn that begin at these keys, each row's one key later than those of the row before."""
+    """Documents with alternating ids 0 and 1 that begin at these keys; each row begins its documents one key later."""
     begins = np.zeros((rows, length), np.int64)
     for row in range(rows):
         begins[row, [at + row for at in changes if at + row < length]] = 1
@@ -70,7 +70,7 @@ def test_the_mask_is_that_of_numpy(name, keys):
 
 
 def test_documents_of_long_rows():
-    """Of several blocks of each kernel, by the kernels for many keys."""
+    """Rows of several blocks in each kernel, with the kernels for many keys."""
     scores = np.random.default_rng(0).standard_normal((2, 1, CHUNK + 100)).astype(np.float32)
     documents = ids_of(2, CHUNK + 100, [700, 2000, CHUNK - 1, CHUNK + 60])
     with selection_cases.counting(False):
@@ -82,8 +82,8 @@ def test_documents_of_long_rows():
 
 @pytest.mark.parametrize("apart", [False, True])
 def test_keys_behind_the_last_document(apart):
-    """As in packed sequences, which the attention keeps apart: no candidates. There a stop may be any position behind
-    the document's last key."""
+    """As in packed sequences, keys after the last document are no candidates. Their stop may be any position after the
+    document's last key, because attention separates sequences itself."""
     scores = describe(np.random.default_rng(0).standard_normal((1, 2, 300)).astype(np.float32), "scores")
     documents = describe(np.array([0, 100, 100, 210], np.int32), "documents")
     padding = describe((np.arange(300) % 105 < 90)[None] & (np.arange(300) < 210), "padding")
@@ -97,7 +97,7 @@ def test_keys_behind_the_last_document(apart):
 
 @pytest.mark.parametrize("lengths", [(0, 400, 100, 300), (-5, 70, 300), (10, 20, 30)])
 def test_wrong_lengths_on_a_device_read_nothing_else(lengths):
-    """They are not checked there. First keys that are out of place would make the selection read other memory."""
+    """A device does not check lengths. Wrong first keys must not make the selection read other memory."""
     given = describe(np.array(lengths, np.int32), "documents")
     first, _ = emulator.BACKEND._run(kernels.document_runs, given, 300)
     assert (first >= 0).all() and (first <= np.arange(300)).all()

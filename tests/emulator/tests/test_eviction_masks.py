@@ -1,5 +1,5 @@
-"""Masks of eviction policies through the CUDA kernels: with a known window the keys are gathered, without one they are
-read from a shared list. Forward and gradients, against the oracle."""
+"""Masks of eviction policies through the CUDA kernels: with a known window, tiles gather their keys; without one, they
+read a shared list. Forward and gradients, against the oracle."""
 import numpy as np
 import pytest
 
@@ -33,7 +33,7 @@ def test_masks_from_stops(rng, window, query_length):
 
 
 def evictions(rng, n: int, budget: int) -> np.ndarray:
-    """A cache that evicts any of its keys: the first position that does not see each."""
+    """Stops from a cache that evicts random keys: for each key, the first position that does not see it."""
     stop, kept = np.full(n, n), []
     for i in range(n):
         kept.append(i)

@@ -1,5 +1,5 @@
-"""The emulator itself, on the small kernels of tests/emulator/faulty.cu: what is right runs, what is wrong is reported,
-with the thread and the line."""
+"""The emulator itself, on the small kernels of tests/emulator/faulty.cu: right kernels run, and faults are reported
+with thread and line."""
 import os
 import re
 import struct
@@ -40,7 +40,7 @@ def launch(name: str, out: np.ndarray, inputs: np.ndarray, threads: int = 32, gr
 ORDERS = [Order(), Order("backward", "backward"), Order("random", "random", 1), Order("random", "random", 2)]
 
 
-# ---- what is right ----
+# ---- right kernels ----
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 @pytest.mark.parametrize("build_name", ["watched", "plain"])
 def test_collectives(order, build_name, rng):
@@ -68,7 +68,7 @@ def test_barriers(order):
 def test_tickets_hand_over_what_other_blocks_did(order, rng):
     x = rng.integers(-50, 50, 32).astype(np.int32)
     out = np.zeros(4 + 4 + 6 + 64, np.int32)
-    for _ in range(2):  # the counters start again by themselves
+    for _ in range(2):  # the counters reset themselves
         out[[*range(4), *range(8, 78)]] = -1
         launch("tickets", out, x, grid=6, order=order, initialised=True)
         assert out[:4].tolist() == [*x[:6].reshape(3, 2).sum(1), x[:6].sum()] and not out[4:8].any()
@@ -110,7 +110,7 @@ def test_reductions(order):
 
 
 def test_conversions_round_to_nearest_even(rng):
-    """Every float16 and bfloat16 number, what lies half-way between two, just beside that, and any float."""
+    """Every float16 and bfloat16 number, midpoints of neighbours, numbers next to midpoints, and random floats."""
     halves = np.arange(65536, dtype=np.uint16).view(np.float16).astype(np.float32)
     brains = (np.arange(65536, dtype=np.uint32) << 16).view(np.float32)
     middle = (brains.view(np.uint32) | 0x8000).view(np.float32)
@@ -133,7 +133,7 @@ def test_conversions_round_to_nearest_even(rng):
 
 
 def test_tf32(rng):
-    """Any float, what lies half-way between two TF32 numbers, and beside that; and a product."""
+    """Random floats, midpoints of neighbouring TF32 numbers, numbers next to midpoints, and a product."""
     x = rng.standard_normal(200).astype(np.float32)
     half = (rng.integers(0, 2**32, 10_000, dtype=np.uint32) & np.uint32(0xffffe000)) | np.uint32(0x1000)
     x = np.concatenate([x, *(bits.view(np.float32) for bits in (half, half - 1, half + 1)),
@@ -154,7 +154,7 @@ def test_warpgroup_mmas_of_every_layout(order, rng):
     assert (out == x[:1024].reshape(64, 16) @ x[1024:].reshape(16, 32)).all()
 
 
-# ---- what is wrong ----
+# ---- faults ----
 FAULTS = {  # kernel: what the report must say, threads, blocks
     "divergent_barrier": ("threads diverge: some wait for __syncthreads at", 32, 1),
     "missing_lane": ("deadlock", 32, 1),

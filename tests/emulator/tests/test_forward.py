@@ -1,7 +1,7 @@
 """Every portable kernel on the CPU emulator against the oracle, and in different orders of threads and blocks.
 
-The emulator watches every access (tests/emulator), so these tests fail for a race or a read out of bounds even where
-the numbers come out right. ``CUPY_DMA_EMULATOR_BUILD`` chooses another build (``make test-sanitize``: ``address``).
+The emulator watches every access (tests/emulator), so a race or an out-of-bounds read fails these tests even if the
+numbers are right. ``CUPY_DMA_EMULATOR_BUILD`` chooses another build (``make test-sanitize``: ``address``).
 """
 import contextlib
 import functools
@@ -38,7 +38,7 @@ def test_forward_grid(case):
     "bfloat16-D128", "bfloat16-D256", "float32-D128", "float32-D192", "float32-D256", "float32-dense-bias",
     "float32-dense-both", "float32-dense-sizes", "dense-both", "dense-sizes"))], ids=str)
 def test_tiles_of_smaller_gpus(case, device):
-    """The cases whose tiles are others there, and those of few queries."""
+    """Cases whose tiles differ on smaller GPUs, and cases with few queries."""
     device.shared_limit = 99 * 1024
     cases.check(case, *cases.run(case, backend="emulator"), tf32=True)
 
@@ -54,7 +54,7 @@ def test_many_blocks_of_keys(mask, bias):
 
 @pytest.mark.parametrize(("lq", "lk"), [(64, 64), (100, 128)])
 def test_no_masked_block(lq, lk):
-    """Whole blocks only, and no bias: none of the barriers that a masked block or a bias brings."""
+    """Only whole blocks and no bias, so kernels run without the barriers of masked blocks and biases."""
     case = cases.Case(f"whole-{lq}x{lk}", mask="none", bias="none", query_length=lq, key_length=lk)
     cases.check(case, *cases.run(case, backend="emulator"), tf32=True)
 
@@ -71,7 +71,7 @@ def test_a_bad_row_reaches_only_the_queries_that_see_it(name, bad, kind):
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.finfo(np.float32).max])
 @pytest.mark.parametrize("kind", ["causal", "top_w"])
 def test_a_bad_row_of_float32(bad, kind):
-    """Also the largest number, which TF32 rounds to infinity."""
+    """Bad values include the largest float32, which TF32 rounds to infinity."""
     for name in ("key", "value"):
         bad_rows.check(kind, name, bad, backend="emulator", dtype="float32")
         dirty, clean, mask, sees = bad_rows.problem(kind, name, bad, "float32")
@@ -85,7 +85,7 @@ def test_a_bad_row_of_float32(bad, kind):
 
 @pytest.mark.parametrize("shape", [(1, 2, 90, 100), (1, 2, 1, 100)])
 def test_minus_infinity_in_a_bias_hides(shape):
-    """Queries all of whose biases are -inf see nothing; NaN reaches its own queries only."""
+    """Queries whose biases are all -inf have no visible keys; NaN reaches only its own queries."""
     rng = np.random.default_rng(0)
     q, k = (rng.standard_normal((1, n, 2, 16)).astype(np.float16) for n in (90, 100))
     bias = np.where(rng.random(shape) < 0.5, rng.standard_normal(shape), -np.inf).astype(np.float32)
@@ -129,7 +129,7 @@ LENGTHS_AND_WINDOWS = [(1, 1), (1023, 1), (1025, 7), (1500, 400), (2100, 1030), 
     for counted in (False, True) if kind in ("iid", "special") or (i + j // 2) % 2 == counted
     or lengths == (2100, 1030)])
 def test_selection_in_both_ways(kind, length, window, counted):
-    """Half of the options each: all of them with every kind and with every length."""
+    """Each case runs half of the options, so that every option meets every kind and every length."""
     first = (AWKWARD.index(kind) + LENGTHS_AND_WINDOWS.index((length, window))) % 2
     with selection_cases.counting(counted):
         for options in selection_cases.options_of(length)[first::2]:
@@ -139,8 +139,8 @@ def test_selection_in_both_ways(kind, length, window, counted):
 
 @pytest.mark.parametrize("window", [1, 1023, 1024, 1030, 2100])
 def test_selection_of_equal_scores(window):
-    """In three chunks, as a sliding window; which it is not where a key is better or worse, or all from there on are,
-    where one is missing, and where a second document begins."""
+    """In three chunks. Equal scores select a sliding window, except where one key or all later keys are better or
+    worse, a key is missing, or a second document begins."""
     length, places = 2200, (0, 1024, 2100)
     scores = np.ones((1, 1 + 4 * len(places), length), np.float32)
     for head, (at, score) in enumerate(itertools.product(places, (0.5, 2.0)), start=1):
@@ -155,7 +155,7 @@ def test_selection_of_equal_scores(window):
 
 
 def test_a_document_that_begins_within_a_chunk():
-    """Its keys compete with each other alone, however much better those kept before it are."""
+    """Its keys compete only with each other, however high earlier scores are."""
     scores = selection_cases.awkward_scores("decreasing", 1, 2600)
     with selection_cases.counting(False):
         for at in (700, 1024, 1500, 2300):
@@ -171,7 +171,7 @@ def test_selection_is_the_definition(problem):
 
 
 # ---- key scores ----
-# Every type with every shape, and either with both forms.
+# Every type with every shape, and each of them with both forms.
 SCORE_CASES = [(dtype, ("linear", "exp")[(i + j) % 2], shape) for j, shape in enumerate([
     (2, 33, 1, 64), (1, 40, 8, 128), (2, 37, 3, 33), (1, 35, 20, 64), (1, 5, 2, 1), (1, 0, 2, 8), (1, 37, 3, 40),
     (2, 130, 2, 24)]) for i, dtype in enumerate(("float16", "bfloat16", "float32"))]
@@ -180,7 +180,7 @@ SCORE_CASES = [(dtype, ("linear", "exp")[(i + j) % 2], shape) for j, shape in en
 @pytest.mark.feature("cuda forward", "Scores and selection", "key_scores")
 @pytest.mark.parametrize(("dtype", "form", "shape"), SCORE_CASES)
 def test_key_scores(dtype, form, shape):
-    """Tensor cores multiply weights of the values' own type; float32 values have weights of another one."""
+    """Tensor cores need weights of the values' type; here float32 values have weights of another type."""
     weights = "float32" if form == "exp" else "float16" if dtype == "float32" else dtype
     score_cases.check(shape, dtype, form, weights, backend="emulator")
 
@@ -202,7 +202,7 @@ def chain(move, **options):
 
 @functools.cache
 def forward_chain():
-    """All in order, kept for the tests of other orders."""
+    """The chain in forward order, kept for tests of other orders."""
     return chain(np.asarray, backend="emulator")
 
 
@@ -245,7 +245,7 @@ def test_the_environment_makes_it_the_default(monkeypatch):
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("group", [1, 2, 4])
 def test_warmup_compiles_what_usual_calls_load_on_hopper(device, monkeypatch, head_dim, group):
-    """Only the choice of kernels: those of ``kernels/sm90`` need not run for that."""
+    """Checks only the choice of kernels, so those of ``kernels/sm90`` need not run."""
     asked, real = [], device.load
 
     class LaunchedOnHopper(Exception):
@@ -261,7 +261,7 @@ def test_warmup_compiles_what_usual_calls_load_on_hopper(device, monkeypatch, he
 
     monkeypatch.setattr(device, "load", load)
     monkeypatch.setattr(device, "hopper", lambda index: True)
-    monkeypatch.setattr(sm90, "rows_map", lambda rows, block: bytes(128))  # a driver makes them
+    monkeypatch.setattr(sm90, "rows_map", lambda rows, block: bytes(128))  # only a driver can make descriptors
     monkeypatch.setattr(sm90, "queries_map", lambda rows, queries, heads: bytes(128))
     query, key = (np.zeros((1, 600, heads, head_dim), np.float16) for heads in (2 * group, 2))
     scores = np.random.default_rng(0).standard_normal((1, 2, 600)).astype(np.float32)
@@ -286,7 +286,7 @@ def test_warmup_compiles_what_usual_calls_load_on_hopper(device, monkeypatch, he
 @pytest.mark.parametrize(("batch", "keys", "masked", "pays"), [
     (1, 512, True, False), (2, 512, True, False), (3, 512, True, True), (1, 513, True, True), (1, 64, False, True)])
 def test_masks_of_few_keys_and_tiles_are_left_to_the_portable_kernel(batch, keys, masked, pays):
-    """132 SMs have a tile each from 16896 rows on: 16 heads of more than two sequences of 512 queries."""
+    """From 16896 rows on, each of 132 SMs has a tile: 16 heads of more than two sequences of 512 queries."""
     call = SimpleNamespace(batch=batch, query_length=512, key_length=keys, heads=16)
     assert sm90._pays(call, SimpleNamespace(mask=masked or None, bits=False), 132) == pays
 
@@ -313,7 +313,7 @@ def hopper_facts(head_dim, length, heads, kv_heads, window=None, bias=False, sof
     ((64, 8192, 16, 8, None, False, 0.0, True), (192, 128)), ((128, 8192, 16, 8), (128, 128)),
     ((192, 4096, 2, 1, 1024), (128, 64)), ((256, 4096, 2, 1), (128, 32))])
 def test_hopper_tiles_by_the_time_of_their_waves(arguments, shape):
-    """As measured, on 132 SMs."""
+    """The choice follows times measured on 132 SMs."""
     assert sm90_schedule.tile_shape(hopper_facts(*arguments), 132)[:2] == shape
 
 
@@ -344,7 +344,7 @@ def test_few_tiles_are_cut_by_rows(length, causal, blocks):
     # one or two tiles
     ((128, 16384, 2, 1), 12, 16, 32), ((128, 65536, 2, 1), 12, 32, 96), ((128, 2**18, 2, 1), 12, 64, 96)])
 def test_tiles_are_split_along_many_keys(arguments, queries, least, most):
-    """On 132 SMs, by what was measured."""
+    """The choice follows times measured on 132 SMs."""
     facts = hopper_facts(*arguments)
     facts = facts._replace(query_length=queries or facts.query_length)
     tile = sm90_schedule.tile_shape(facts, 132)
@@ -366,7 +366,7 @@ def test_tiles_are_not_split(arguments, queries, more):
 
 
 def test_every_schedule_that_is_considered_fits():
-    """Splits have two blocks of keys, and CTAs for all in one wave; combine.cu reads four at a time."""
+    """Splits have at least two blocks of keys and run in one wave; combine.cu reads four splits at a time."""
     found = 0
     for queries, window, causal in itertools.product((100, 1000, 5000, 30000), (None, 300, 2000), (False, True)):
         facts = hopper_facts(64, 32768, 2, 1, window, causal=causal and not window)._replace(query_length=queries)
@@ -396,12 +396,12 @@ def test_swizzle_groups_of_causal_heads_are_equal(length, heads, kv_heads, head_
 
 
 @pytest.mark.parametrize(("length", "heads", "kv_heads", "window", "tail", "waves"), [
-    # of 8 sets of 342 tiles ten each have fewer keys; of the 96 tiles of the last wave the 18 longest are cut by rows,
-    # 16 of which have all keys, and the next one has 10 / 11 of them
+    # 8 sets of 342 tiles, ten of each with fewer keys; in the last wave, the 18 longest of 96 tiles are cut by rows, 16
+    # of them with all keys, and the next one has 10 / 11 of the keys
     (32768, 16, 8, 1024, 10, [(20, "whole", 1), (1, "whole", 10 / 11)]),
     (16384, 2, 1, 1024, 10, [(1, "whole", 1), (1, "slices", 1)]),  # 39 tiles of the second wave are cut
     (16384, 2, 1, 16384, 0, [(1, "whole", 1), (1, "slices", 1)]),  # all keys may be seen
-    # 8 heads of so many keys do not fit into L2: among the others are 170 tiles of fewer keys, half of all on average
+    # 8 heads with so many keys do not fit into L2: the others include 170 tiles with fewer keys, on average half
     (32768, 32, 8, 16384, 0, [(41, "whole", 1 - 170 / 684), (1, "halves", 1)]),
     (9600, 2, 1, 1024, 10, [(1, "whole", 1)]),  # 100 tiles: 16 are cut, the others whole
 ])
@@ -420,9 +420,9 @@ def test_the_time_of_unsplit_tiles(length, heads, kv_heads, window, tail, waves)
     ((128, 2048, 16, 16, 1024), 16, 1.3, 1.06), ((128, 1024, 32, 8, 512), 32, 1.25, 1.04),  # 11 and 22
     ((64, 512, 12, 12, 256), 64, 1.3, 1.03),  # 3 tiles, only the last of which is shorter
     ((128, 4096, 16, 8, 2048), 8, 1.11, 1.08),
-    ((128, 2048, 16, 8), 16, 1.11, 1.08)])  # it is not known how many keys a query sees
+    ((128, 2048, 16, 8), 16, 1.11, 1.08)])  # number of keys per query unknown
 def test_all_ctas_get_about_as_many_keys(arguments, batch, before, after):
-    """By their number in all full waves, of the most that a CTA gets to the mean."""
+    """The ratio of the most keys of a CTA to the mean, over all full waves."""
     facts = hopper_facts(*arguments)._replace(listed=True)
     facts = facts._replace(groups=batch * facts.groups)
     tile = sm90_tiles.tiles_of(facts.keys, arguments[0])[0]
@@ -440,7 +440,8 @@ def test_all_ctas_get_about_as_many_keys(arguments, batch, before, after):
 
 
 def test_the_time_between_the_keys_that_were_measured():
-    """A line through the two beside them, or through the first or last two; a block that is begun counts whole."""
+    """Interpolated between neighbouring measurements, or extrapolated from the first or last two; partial blocks count
+    whole."""
     waves = [{"keys": n, "whole": us, "launch": 10.0} for n, us in ((130, 4.0), (1000, 12.0), (2000, 21.0))]
     costs = sm90_costs.Costs({"tile": [192, 64, 4, 3, 2, True], "waves": waves, "splits": [1.0, 0.1, 0.2]})
     for keys, us in ((192, 4.0), (129, 4.0), (1024, 12.0), (961, 12.0), (1536, 16.5), (4096, 39.0), (64, 2.769)):
@@ -450,7 +451,7 @@ def test_the_time_between_the_keys_that_were_measured():
 
 
 def test_every_tile_in_use_has_costs():
-    """Of those that have several schedules."""
+    """Every tile that has several schedules."""
     for kind, head_dims in sm90_tiles.TILES.items():
         for head_dim, tile in ((d, tile) for d, tiles in head_dims.items() for tile in tiles if kind != "bits"):
             for d in (1, head_dim):
@@ -462,7 +463,7 @@ def test_every_tile_in_use_has_costs():
 @pytest.mark.parametrize(("arguments", "queries", "short", "grid"), [
     # 264 tiles of 96 queries are two waves, and 7424 queries remain
     ((64, 32768, 2, 1, 1024, True), 0, 116, 132), ((128, 32768, 2, 1, 512, True), 0, 116, 132),
-    ((64, 65536, 16, 8, 512), 132 * 96 // 4 + 1000, 16, 132), ((64, 7500, 2, 1, 1024), 0, 118, 118),  # nothing else
+    ((64, 65536, 16, 8, 512), 132 * 96 // 4 + 1000, 16, 132), ((64, 7500, 2, 1, 1024), 0, 118, 118),  # no other tiles
     ((64, 45 * 96, 6, 3, 1024), 0, 0, 132),  # of 132 tiles all waves would be full
     ((64, 61440, 12, 12, 8192), 0, 0, 132)])  # keys of all heads do not fit into L2
 def test_the_last_wave_may_have_short_tiles(arguments, queries, short, grid):
@@ -473,7 +474,7 @@ def test_the_last_wave_may_have_short_tiles(arguments, queries, short, grid):
 
 
 def test_short_tiles_cover_all_queries():
-    """After full waves, at most as many of them as SMs."""
+    """After full waves, and at most one per SM."""
     found = 0
     for heads, kv_heads, window, num_sms in itertools.product((2, 4, 12), (1, 2, 4), (None, 300), (132, 78)):
         for length in range(640, 40000, 640):

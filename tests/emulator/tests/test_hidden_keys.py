@@ -14,14 +14,14 @@ from tests import emulator
 
 @pytest.fixture(autouse=True)
 def _(fresh_programs):
-    """Each kind of call is made once."""
+    """Each call appears once, so do not reuse programs."""
 
 
 WIDE = [hidden_keys.Case("wide", mask, head_dim=136, query_length=40, key_length=40) for mask in ("causal", "window")]
 
 
-# The forward kernels and the portable dquery do not keep apart what a bias hides (docs/sharp-bits.md): here the Hopper
-# gradients follow NumPy's forward, and few queries are those of decoding.
+# The forward kernels and the portable dquery do not isolate keys that a bias hides (docs/sharp-bits.md), so here the
+# Hopper gradients follow NumPy's forward, and few queries use the decode kernel.
 KINDS = [case for case in hidden_keys.CASES + WIDE + hidden_keys.FEW if case.bias != "full"]
 
 

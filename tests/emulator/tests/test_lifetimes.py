@@ -1,4 +1,4 @@
-"""Masks without a bound: their keys in the order of their lifetimes, and attention and gradients that go through it."""
+"""Masks without a bound: keys sorted by lifetime, and attention and gradients that use this order."""
 from dataclasses import replace
 from typing import Any
 
@@ -24,8 +24,8 @@ EVER_KIND, UNSEEN = 17, 18
 
 
 def expected_order(start: np.ndarray, stop: np.ndarray, queries: int, end: int | None = None) -> tuple[np.ndarray, int]:
-    """The keys of one row, whose intervals lie within the positions of queries, and how many are seen. ``end``: where
-    keys stop that live to the end, by default behind the last one."""
+    """The sorted keys of one row, whose intervals lie within the positions of queries, and the number of visible keys.
+    ``end``: the stop of keys that live to the end, by default the length."""
     n, life = len(start) if end is None else end, stop - start
     kind = np.clip(np.floor(np.log2(np.maximum(life, 1) / 32)).astype(int), 0, EVER_KIND - 1)
     kind = np.where(life <= 0, UNSEEN, np.where(stop >= n, EVER_KIND, kind))
@@ -46,7 +46,7 @@ def expected_order(start: np.ndarray, stop: np.ndarray, queries: int, end: int |
 
 
 def made_order(mask: dma.IntervalMask, queries: int, causal: bool, **runtime: Any) -> dict[str, np.ndarray]:
-    """What the kernels make of a mask, row by row."""
+    """The order that the kernels make of a mask, row by row."""
     rows, n = mask.shape[0] * mask.shape[1], mask.key_length
     fields: dict[str, Any] = {}
 
@@ -96,8 +96,8 @@ PACKED = {  # lengths of queries and keys: within chunks, over several, at their
 
 
 def packed_mask(name: str, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, dma.IntervalMask]:
-    """Cumulative lengths of queries and keys, and a mask of two heads without a bound: one key in eight for ever, the
-    others for 40 positions, and one in ten never."""
+    """Cumulative lengths of queries and keys, and a mask of two heads without a bound: one key in eight is visible
+    forever, the others for 40 positions, and one in ten never."""
     lengths = np.array(PACKED[name])
     bounds_q, bounds_k = (np.concatenate(([0], np.cumsum(x))).astype(np.int32) for x in lengths.T)
     n = int(bounds_k[-1])
@@ -108,7 +108,7 @@ def packed_mask(name: str, rng: np.random.Generator) -> tuple[np.ndarray, np.nda
 
 @pytest.mark.parametrize("name", PACKED)
 def test_the_order_of_packed_sequences(name):
-    """Segment by segment: the chunks whose first key is of one sequence, any other chunk by itself."""
+    """Keys are sorted by segment: consecutive chunks within one sequence form a segment, any other chunk its own."""
     bounds_q, bounds_k, given = packed_mask(name, np.random.default_rng(2))
     total, n = int(bounds_q[-1]), int(bounds_k[-1])
     fields: dict[str, Any] = {}
@@ -151,7 +151,7 @@ def test_the_order_of_packed_sequences(name):
 @pytest.mark.parametrize("hopper", [False, True], ids=["portable", "Hopper"])
 @pytest.mark.parametrize("name", PACKED)
 def test_packed_sequences(name, hopper):
-    """Outputs and gradients of packed sequences are those of each by itself; unseen keys may hold anything."""
+    """Outputs and gradients equal those of each sequence alone; invisible keys may hold anything."""
     rng = np.random.default_rng(4)
     bounds_q, bounds_k, mask = packed_mask(name, rng)
     total, n, size = int(bounds_q[-1]), int(bounds_k[-1]), 64 if hopper else 16
@@ -177,7 +177,8 @@ def test_packed_sequences(name, hopper):
 
 
 def test_tiles_of_packed_sequences_skip_what_they_do_not_see():
-    """Four sequences of 8192 tokens, a window of 512 and one key in eight for ever: blocks that a tile visits."""
+    """Counts the blocks that a tile visits: four sequences of 8192 tokens, a window of 512 and one key in eight
+    forever."""
     n, rng = 8192, np.random.default_rng(0)
     start, needed, visited = np.arange(n), 0, 0
     for _ in range(4):
@@ -198,7 +199,7 @@ def test_the_order_is_that_of_any_threads(order):
 
 
 def test_blocks_see_little_more_than_their_keys():
-    """A window of 512 and one key in eight for ever: what a tile of queries visits, and a tile of keys."""
+    """Counts what a tile of queries and a tile of keys visit: a window of 512 and one key in eight forever."""
     n, rng = 16384, np.random.default_rng(0)
     start = np.arange(n)
     stop = np.where(rng.random(n) < 1 / 8, n, np.minimum(start + 512, n))
@@ -241,7 +242,7 @@ def check_gradients(keys: int, queries: int, heads: tuple[int, int], head_dim: i
     for causal in (False, True) if name == "any start" else (False,):
         start, stop = clipped(mask, queries, causal)
         unseen = start >= stop
-        k[0, unseen.T] = v[0, unseen.T] = np.nan  # what no query sees may hold anything
+        k[0, unseen.T] = v[0, unseen.T] = np.nan  # invisible keys may hold anything
         given = {"mask": mask, "bias": bias, "causal": causal, "backend": "emulator"}
         with ((emulator.hopper_gpu if hopper else emulator.using)(), schedule_cases.hopper_gradients(one_pass),
               fresh(query_splits=sm90_backward.QuerySplits())):

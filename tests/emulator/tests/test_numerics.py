@@ -1,5 +1,5 @@
-"""Numbers at the ends of their range, on the CPU emulator and by section 12 of the specification: biases as low as
-their type has them, softcaps of any size, and NaN where no query looks."""
+"""Extreme numbers on the CPU emulator, under section 12 of the specification: the lowest biases of a type, softcaps of
+any size, and NaN in invisible places."""
 import contextlib
 
 import ml_dtypes
@@ -17,7 +17,7 @@ KERNELS = ("portable", "hopper", "flash decode")
 
 @contextlib.contextmanager
 def gpu(kernel):
-    """Of "hopper lists" the gradients take two passes, by lists whatever they leave out."""
+    """The emulated GPU. Gradients of "hopper lists" run in two passes and always use lists."""
     hopper = kernel.startswith("hopper")
     with (emulator.hopper_gpu() if hopper else emulator.using() as runtime,
           schedule_cases.hopper_gradients(False if "lists" in kernel else None)):
@@ -25,7 +25,7 @@ def gpu(kernel):
 
 
 def problem(kernel, dtype="float16", keys=600, queries=70, head_dim=32, heads=(2, 1), size=1.0):
-    """Queries, keys and values that this kernel takes."""
+    """Queries, keys and values that this kernel supports."""
     rng = np.random.default_rng(0)
     queries = 3 if kernel == "flash decode" else queries
     return [(factor * rng.standard_normal((1, n, h, head_dim))).astype(numpy_dtype(dtype))
@@ -61,7 +61,7 @@ def low_bias(kind, low, queries, keys, near):
         ("flash decode", "float16", "key"), ("flash decode", "float32", "key"))
     for low in (-1e9, -1e10, -1e30, "lowest") for near in (0, 30)])
 def test_low_biases(kernel, dtype, kind, low, near):
-    """They hide a key beside others, but a row that sees no others sees them: its output is their mean."""
+    """Such keys vanish beside others, but a row that sees only such keys attends to them: its output is their mean."""
     arrays = problem(kernel, dtype)
     lowest = lowest_of(kind)
     bias = low_bias(kind, lowest if low == "lowest" else low, arrays[0].shape[1], 600, near)
@@ -77,14 +77,14 @@ def test_low_biases(kernel, dtype, kind, low, near):
 @pytest.mark.parametrize("low", [-1.2e9, -1e20, "lowest"], ids=str)
 @pytest.mark.parametrize("kind", ["none", "causal", "softcap", "lists", "dense mask"])
 def test_rows_of_low_biases_beside_others(kind, low, head_dim):
-    """Rows of a warp of the Hopper kernel: their biases are low but for the first keys (2, 6 of each eight), the last
-    ones (1, 5), where the earlier ones may be -inf (5), or less low for the last ones (3); or all are low (0, 4) or
-    -inf (7), so that the row sees nothing. The last rows are all alike (5)."""
+    """Rows of a warp of the Hopper kernel, by row modulo 8: biases are low except for the first keys (2, 6) or the last
+    keys (1, and 5 with -inf before them), less low for the last keys (3), all low (0, 4), or all -inf, so the row sees
+    no key (7). The last rows are all of kind 5."""
     rng = np.random.default_rng(2)
     arrays = problem("hopper", "bfloat16", head_dim=head_dim)
     low, row = lowest_of("bfloat16") if low == "lowest" else low, np.arange(70) % 8
     row[56:] = 5
-    arrays[0][:, row % 4 % 3 == 0] = 0  # beside low biases float32 does not hold what they would add
+    arrays[0][:, row % 4 % 3 == 0] = 0  # float32 cannot represent what they would add to low biases
     bias = np.where(rng.random((70, 600)) < 0.3, 0.95 * low, low)
     bias[row == 3, 580:590] = -1e9
     bias[row == 5] = -np.inf
@@ -112,7 +112,7 @@ def test_rows_of_low_biases_beside_others(kind, low, head_dim):
 @pytest.mark.parametrize("low", [-1.2e9, -1e20, "lowest"], ids=str)
 @pytest.mark.parametrize("kind", ["none", "causal", "softcap", "lists"])
 def test_rows_of_low_biases_in_splits(kind, low):
-    """The weight of a split is that of how many keys it has, however low their biases are."""
+    """Splits are weighted by their number of keys, however low the biases are."""
     with schedule_cases.num_sms(30, split=True) as splits:
         test_rows_of_low_biases_beside_others(kind, low, 32)
     assert min(splits) > 1
@@ -125,8 +125,8 @@ def test_rows_of_low_biases_in_splits(kind, low):
     ("portable", "float32", "float32", False), ("hopper", "bfloat16", "key", False),
     ("hopper", "bfloat16", "key", True), ("hopper", "bfloat16", "bfloat16", False)])
 def test_gradients_with_low_biases(kernel, dtype, kind, deterministic, low, softcap):
-    """The first rows see nothing but such keys. float32 does not hold their probabilities, which must not become
-    infinite: they have no gradient."""
+    """The first rows see only such keys. float32 cannot represent their probabilities, which must not become infinite:
+    they get no gradient."""
     arrays = problem(kernel, dtype, keys=90, queries=90)
     lowest = lowest_of(kind)
     options = {"bias": low_bias(kind, lowest if low == "lowest" else low, 90, 90, 50), "causal": True,
@@ -175,7 +175,7 @@ def test_softcaps_of_any_size(kernel, dtype, size, softcap):
 
 @pytest.mark.parametrize("kernel", ["portable", "hopper"])
 def test_a_small_scale_beside_a_large_softcap(kernel):
-    """Their quotient is below float32's ordinary numbers."""
+    """Their quotient is below float32's normal numbers."""
     q, k, v = problem(kernel, "bfloat16", keys=100)
     q, k, options = (q.astype("f4") * 1000).astype(q.dtype), (k.astype("f4") * 1000).astype(k.dtype), {"scale": 1e-7}
     with gpu(kernel):
@@ -184,12 +184,12 @@ def test_a_small_scale_beside_a_large_softcap(kernel):
     assert np.abs(out.astype("f4") - expected.astype("f4")).max() < 2**-6
 
 
-# ---- what nobody sees ----
+# ---- invisible places ----
 @pytest.mark.parametrize("queries", [4, 200])
 @pytest.mark.parametrize("bad", ["key", "value", "bias"])
 @pytest.mark.parametrize("kernel", ["portable", "hopper", "hopper lists"])
 def test_nothing_comes_from_keys_behind_the_last_query(kernel, bad, queries):
-    """Also where the last step of queries is not full: its other columns are no queries."""
+    """Also if the last step of queries is partial, with columns that are no queries."""
     q, k, v = problem(kernel, keys=queries, queries=queries)
     start = np.zeros(queries, np.int32)
     start[1::3] = queries + np.arange(len(start[1::3]))
@@ -209,7 +209,7 @@ def test_nothing_comes_from_keys_behind_the_last_query(kernel, bad, queries):
 
 @pytest.mark.parametrize("shown", [(1, 2, 70, 600), (1, 1, 70, 600)])
 def test_no_address_is_made_of_a_bias_that_there_is_not(shown):
-    """A dense bias with negative strides: those of a key bias are added to no address."""
+    """With a dense bias of negative strides, no address may use the strides of the absent key bias."""
     arrays = problem("portable")
     bias = np.random.default_rng(0).standard_normal(shown).astype(np.float16)[::-1, ::-1, ::-1]
     for kernel in ("portable", "hopper"):

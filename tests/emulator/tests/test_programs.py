@@ -1,4 +1,4 @@
-"""Programs under the emulator: one that an earlier call has built gives the bits of one built for the call itself."""
+"""Programs under the emulator: a program from an earlier call gives the same bits as a newly built one."""
 import weakref
 from typing import Any
 
@@ -21,14 +21,14 @@ CHOSEN = [case for case in cases.CASES if case.name.startswith(NAMES) and case.d
 
 @pytest.fixture(params=[False, True], ids=["portable", "hopper"])
 def device(request):
-    """A device without programs yet."""
+    """A device without programs."""
     with (emulator.hopper_gpu if request.param else emulator.using)() as runtime:
         yield runtime
 
 
 @pytest.fixture
 def built(monkeypatch):
-    """The builders of the programs that have been made."""
+    """The builders of all programs made in a test."""
     made: list[Builder] = []
     monkeypatch.setattr(program, "Builder", lambda *arguments: made.append(Builder(*arguments)) or made[-1])
     return made
@@ -63,7 +63,7 @@ def test_later_calls_run_the_programs_of_the_first(case, device, built):
 
 @pytest.mark.parametrize("parameter", ["float32", "bfloat16"])
 def test_the_whole_chain(parameter, device, built):
-    """Scores, selection, lists, attention and all gradients, of other values in each call."""
+    """Scores, selection, lists, attention and all gradients, with new values in each call."""
     rng, convert, counts = np.random.default_rng(0), moved([]), []
     for _ in range(3):
         q, k, v, dout = (convert(rng.standard_normal((1, 200, heads, 64)).astype(numpy_dtype("bfloat16")))
@@ -87,7 +87,7 @@ def test_the_whole_chain(parameter, device, built):
 
 
 def test_overrides_have_programs_of_their_own(monkeypatch):
-    """As on cards with less shared memory: tiles that fit there, and no more blocks on an SM than there."""
+    """The overrides imitate cards with less shared memory: their tiles, and at most as many blocks per SM."""
     rng, loaded = np.random.default_rng(0), []
     q, k, v = (rng.standard_normal((1, 70, 1, 64)).astype(np.float16) for _ in range(3))
     with emulator.using() as runtime:
@@ -114,12 +114,12 @@ def test_the_least_recently_used_go(device, monkeypatch, built):
         dma.attention(q, k, v, causal=True, backend="emulator")
         return len(built) - before
 
-    assert [call(n) for n in (20, 21, 22, 20, 23)] == [1, 1, 1, 0, 1]  # 21 goes
+    assert [call(n) for n in (20, 21, 22, 20, 23)] == [1, 1, 1, 0, 1]  # evicts 21
     assert [call(n) for n in (20, 22, 23, 21)] == [0, 0, 0, 1]
 
 
 def test_lists_that_no_mask_keeps_live_until_their_launch(device, monkeypatch):
-    """As in a capture, where a mask keeps nothing."""
+    """In a capture, for example, masks keep no lists."""
     made, alive = [], []
 
     def not_kept(mask: Any, identity: Any, stream: Any, make: Any) -> Any:
@@ -142,7 +142,7 @@ def test_lists_that_no_mask_keeps_live_until_their_launch(device, monkeypatch):
 
 
 def test_arrays_of_no_size_in_a_workspace(device, monkeypatch):
-    """Of 20 heads, the gradients of scores go through memory of the program's own; here it has no bytes."""
+    """With 20 heads, gradients of scores need workspace, which here has size 0."""
     monkeypatch.setattr(device, "separate_arrays", False)
     value, dscores = np.zeros((1, 0, 20, 64), np.float16), np.zeros((1, 20, 0), np.float32)
     weights = np.zeros((20, 20 * 64), np.float32), np.ones(20, np.float32)

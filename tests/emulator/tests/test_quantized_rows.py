@@ -1,4 +1,4 @@
-"""Caches with 8-bit rows: the kernels make the codes of the array code, and read what it reads."""
+"""Caches with 8-bit rows: kernels write the same codes as the array code, and read the same numbers."""
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +17,7 @@ CASES = [
 
 
 def drawn(case: History) -> History:
-    """Its rows have numbers of many sizes; some have none, or numbers that are not finite."""
+    """A history whose rows differ widely in magnitude; some are zero or have non-finite numbers."""
     case, rng = replace(case), np.random.default_rng(1)
     for name in ("key", "value"):
         x = case.data[name]
@@ -31,7 +31,7 @@ def drawn(case: History) -> History:
 @pytest.mark.parametrize("storage", ["int8", "fp8"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_codes_and_scales(case, storage):
-    """One token, several, with and without queries, from arrays with strides of their own."""
+    """One token and several, with and without queries, from arrays with different strides."""
     case = drawn(case)
     cache, expected = (case.cache(backend=backend, storage=storage) for backend in ("emulator", "numpy"))
     begin = 0
@@ -47,14 +47,14 @@ def test_codes_and_scales(case, storage):
             for ours, theirs in zip(found, expected.extend(*tokens, return_lse=True)):
                 ours, theirs = (np.asarray(x, np.float64) for x in (ours, theirs))
                 np.testing.assert_array_equal(np.isnan(ours), np.isnan(theirs))
-                # Both read the same rows: the order of sums differs, and their rounding.
+                # Both read the same rows; only the order of sums, and so their rounding, differs.
                 np.testing.assert_allclose(ours, theirs, rtol=0.02, atol=0.02 * np.nanmax(abs(theirs), initial=1))
         begin += n
         assert kept_rows(cache) == kept_rows(expected)
 
 
 def kept_rows(cache) -> list[dict[int, tuple[bytes, ...]]]:
-    """Of each sequence and kv head: codes and scales of what it keeps, by position."""
+    """For each sequence and kv head, codes and scales of the kept rows, by position."""
     state, where, found = rectangular(cache._state), cache.positions, []
     arrays = [np.array(getattr(state, name).array) for name in ("key", "value", "key_scale", "value_scale")]
     for b, h in np.ndindex(where.shape[:2]):

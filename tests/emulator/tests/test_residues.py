@@ -1,5 +1,5 @@
 """Every residue of lengths, of Lk - Lq and of windows modulo tile sizes: pairs at the edge of a block, of a step or of
-a warp's keys. Each element of the results is compared; one wrong pair is lost in a norm over all."""
+a warp's keys. Tests compare each element, because a norm over all would hide one wrong pair."""
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,8 @@ from tests.oracle import by_element, schedule_cases
 
 @pytest.fixture(params=["portable", "hopper"])
 def device(request):
-    """Without the watch, which other tests of these kernels have: it takes several times as long. Hopper's kernels take
-    all calls that they can, however small."""
+    """The plain build: other tests of these kernels use the watched one, which takes several times as long. Hopper
+    kernels run all calls that they support, however small."""
     with ((emulator.hopper_gpu if request.param == "hopper" else emulator.using)(build="plain") as runtime,
           schedule_cases.hopper_gradients(True), overridden(hopper=True)):
         yield runtime
@@ -48,8 +48,8 @@ def test_more_queries_than_keys(device):
 
 @pytest.mark.parametrize("least", [1, 100])
 def test_windows(least, device):
-    """Their lengths, and those of the keys, in every residue modulo 64. Keys are listed, for there are more than a tile
-    of 192 queries could see; of long windows all queries see more than a block, and any number besides."""
+    """Lengths of windows and of keys in every residue modulo 64. There are more keys than a tile of 192 queries could
+    see, so keys are listed. With long windows every query sees more than a block of keys, plus any number."""
     for window in range(least, least + 64):
         keys, queries = window + 200, 12 if least > 1 else 1 + window * 5 % 32
         mask = dma.IntervalMask.sliding_window(keys, window)
@@ -57,8 +57,8 @@ def test_windows(least, device):
 
 
 def test_keys_that_begin_and_end_at_any_query(device):
-    """One of the keys of a whole block begins with any query, and another one ends; all others are always seen. Their
-    list is shared, for such a mask has no bound."""
+    """In a whole block, one key starts at any query and another one stops; all others are always visible. Such a mask
+    has no bound, so the list is shared."""
     queries, keys = 150, 140
     for at in range(64):
         start, stop = np.full(keys, -100, np.int32), np.full(keys, keys, np.int32)
@@ -77,7 +77,8 @@ def test_keys_that_nobody_sees(device):
 
 @pytest.mark.parametrize("heads", [1, 2])
 def test_dense_biases(heads, device):
-    """Their gradients, of a head or shared by two, under causality and under a mask whose keys end with any query."""
+    """Gradients of dense biases, per head or shared by two, under causality and under a mask whose keys stop at any
+    query."""
     for behind in range(0, 64, 1 if heads > 1 else 7):
         queries = 20 + behind % 7
         keys = queries + behind
@@ -89,7 +90,7 @@ def test_dense_biases(heads, device):
 
 
 def test_super_tiles_of_keys_of_several_chunks(device):
-    """Two super-tiles of 256 queries and a part, whose keys are in two chunks of 2048; a key ends with each query."""
+    """Two super-tiles of 256 queries and a partial one, with keys in two chunks of 2048; a key stops at each query."""
     queries, keys = 600, 2600
     scores = np.random.default_rng(0).standard_normal((1, 1, keys)).astype(np.float32)
     mask = dma.IntervalMask.sliding_window(keys, 60)
@@ -98,7 +99,7 @@ def test_super_tiles_of_keys_of_several_chunks(device):
 
 
 def test_super_tiles_of_global_keys_under_causality(device):
-    """Keys that their queries see from their own position on, whatever the mask says."""
+    """Causality hides keys from earlier queries, whatever the mask says."""
     queries, keys = 300, 340
     scores = np.random.default_rng(0).standard_normal((1, 1, keys)).astype(np.float32)
     mask = dma.IntervalMask.top_w(scores, 50, keys="global")

@@ -1,4 +1,4 @@
-"""What a torch call leaves to its backward: tensors that autograd saves, frees and shows to hooks, and nothing else."""
+"""A torch call passes only saved tensors to its backward; autograd frees them and shows them to hooks."""
 import contextlib
 import gc
 import weakref
@@ -53,7 +53,7 @@ CALLS = [from_scores, from_values, with_two_masks, packed]
 
 
 class Saved:
-    """The tensors that autograd has saved besides arguments and results."""
+    """The tensors saved by autograd besides arguments and results."""
 
     def __init__(self, *known: Any):
         self._known = {x.data_ptr() for x in known}
@@ -108,7 +108,7 @@ def test_the_graph_may_be_kept(call, device):
 
 @pytest.mark.parametrize("call", CALLS)
 def test_hooks_may_move_what_is_saved(call, device):
-    """As offloading does: other memory comes back, in which addresses of key lists must be found again."""
+    """Offloading, for example, returns other memory, so addresses of key lists must be looked up again."""
     inputs = draw()
     expected = torch.autograd.grad(call(*inputs).sum(), inputs)
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x.clone()):
@@ -132,7 +132,7 @@ def test_hooks_must_not_change_the_kind_of_a_tensor(call, change, told, device):
 
 
 def test_a_call_whose_programs_cannot_be_built_fails(monkeypatch):
-    """And the next one builds them."""
+    """The next call builds them."""
     monkeypatch.setattr(entry, "_known", {})
     inputs = draw()
     with emulator.using():
@@ -147,7 +147,7 @@ def test_a_call_whose_programs_cannot_be_built_fails(monkeypatch):
 
 
 def test_gradients_that_are_views_have_one_program(monkeypatch):
-    """The stride of an axis of length 1 is no part of a kind."""
+    """The stride of an axis of length 1 is not part of a key."""
     monkeypatch.setattr(entry, "_known", {})
     inputs = draw()
     with emulator.using():

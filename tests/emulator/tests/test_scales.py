@@ -1,4 +1,4 @@
-"""Scales of zero, of any sign and of the smallest numbers, with softcaps of all sizes, on all kernels."""
+"""Scales of zero, of both signs and of the smallest numbers, with softcaps of all sizes, on all kernels."""
 import contextlib
 
 import numpy as np
@@ -23,7 +23,7 @@ CASES = [Case(f"{mask}-{scale:g}-{softcap:g}", dtype="float16", batch=1, query_l
 
 @pytest.fixture(autouse=True)
 def _(fresh_programs):
-    """Each kind of call is made once."""
+    """Each call appears once, so do not reuse programs."""
 
 
 @pytest.mark.parametrize("kernels", ["portable", "hopper"])

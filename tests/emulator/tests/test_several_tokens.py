@@ -1,5 +1,5 @@
-"""Several tokens in one launch of the decode cache's step: bits of results and state are those of tokens one by one.
-Sequences in slots, and calls that change nothing."""
+"""Several tokens in one launch of the decode step: results and state have the bits of single tokens. Also sequences in
+slots, and calls that change nothing."""
 from __future__ import annotations
 
 from dataclasses import replace
@@ -15,8 +15,8 @@ from tests.emulator import Order
 from tests.oracle.cache_cases import SCORES, History
 from tests.unit.test_gated_cache import Gates
 
-# Query heads of a kv head, and how many tokens fit into a launch with them: 1 (8), 2 (8), 3 (4), 5 (2), 20 (1); of long
-# rows 3 (2), of the longest 2 (1). One split and several, windows of their own, both ways to load rows.
+# Query heads per kv head, in brackets the tokens that fit into one launch: 1 (8), 2 (8), 3 (4), 5 (2), 20 (1); with
+# long rows 3 (2), with the longest 2 (1). One split and several, a window per head, both ways to load rows.
 CASES = [
     History(dtype="float16", head_dim=16, window=7, heads=2),
     History(dtype="float16", head_dim=16, value_dim=24, window=9, sinks=2, recent=3),
@@ -30,7 +30,7 @@ CASES = [
     Gates(dtype="float16", head_dim=16, length=24, batch=2, capacity=3),
     Gates(dtype="float16", head_dim=8, length=40, batch=1, capacity=(70, 2), seed=1),
     History(dtype="float32", head_dim=136, window=6, length=16, batch=1, heads=2, kv_heads=1),
-    # Steps of a warp in which no token takes a slot, and keys leave or get their bias.
+    # Steps of a warp in which no token takes a slot, while keys are evicted or get their bias.
     History(dtype="float16", head_dim=8, window=40, recent=24, bias_delay=10, length=96, batch=1, scores="distinct"),
     # 8-bit rows.
     History(dtype="float16", head_dim=16, value_dim=24, window=9, sinks=2, recent=3, options={"storage": "fp8"}),
@@ -41,7 +41,7 @@ CASES = [
 
 
 def bits(cache) -> dict[str, bytes]:
-    """Everything that is stored, and that counters are at rest."""
+    """All stored bits; checks that counters are at rest."""
     assert not np.array(cache._state.tickets.array).any()
     return {name: np.array(getattr(cache._state, name).array).tobytes() for name in cache._state.arrays}
 
@@ -66,12 +66,12 @@ def attended(case: History, cache, tokens, *, lengths=None, slots=None, commits=
 
 
 def replace_batch(state, batch: int):
-    """Of a cache with as many sequences as the call, for its checks."""
+    """Give the cache as many sequences as the call has, to pass its checks."""
     return state.having({"lowest": describe(np.zeros((batch, state.kv_heads), np.int32), "lowest")})
 
 
 def one_by_one(case: History, cache, tokens, lengths=None, slots=None):
-    """The same, of a call for each token."""
+    """The same with one call per token."""
     found, length = [], tokens[1].shape[1]
     for t in range(length):
         own = [x[:, t:t + 1] for x in tokens[:3]] + [tokens[3][:, :, t:t + 1]]
@@ -100,7 +100,7 @@ def test_bits_are_those_of_tokens_one_by_one(case, length):
 @pytest.mark.parametrize(("sinks", "recent"), [(0, 0), (2, 0), (0, 1), (2, 3)])
 @pytest.mark.parametrize("scores", [*SCORES, "infinite"])
 def test_every_kind_of_scores(scores, sinks, recent, device):
-    """From the first token on, also without queries, and in any order of blocks and threads."""
+    """From the first token on, also without queries, and in different orders of blocks and threads."""
     case = History(scores=scores, sinks=sinks, recent=recent, length=21, dtype="float16", head_dim=8, window=5)
     caches = [case.cache(backend="emulator") for _ in range(3)]
     for seed, first in enumerate(range(0, 21, 7)):
@@ -116,7 +116,7 @@ def test_every_kind_of_scores(scores, sinks, recent, device):
 @pytest.mark.parametrize("where", ["key", "value"])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_infinities_and_nan_stay_with_those_who_see_them(where, dtype):
-    """Of some keys, which come, are seen by some of a call's tokens, and go."""
+    """Non-finite keys arrive, are visible to some tokens of a call, and are evicted."""
     case = History(dtype=dtype, head_dim=8, window=6, recent=2, length=40, batch=1, scores="distinct")
     rng = np.random.default_rng(0)
     rows = case.data[where]
@@ -161,7 +161,7 @@ def test_speculation(case):
 
 @pytest.mark.parametrize("heads", [4, 6, 40])
 def test_sequences_with_fewer_tokens(heads):
-    """In one launch, in several, and in one for each token."""
+    """In one launch, in several, and in one per token."""
     case = History(dtype="float16", head_dim=8, window=6, length=40, batch=4, heads=heads, sinks=1, recent=2)
     several, single = filled(case, 12), filled(case, 12)
     for lengths in ([8, 0, 3, 5], [4, 5, 0, 1], [0, 0, 0, 0]):
@@ -187,7 +187,7 @@ def test_slots(case, length, queries):
     tokens = [x[:3] for x in case.tokens(begin, begin + length)]
     lengths = [length, length, min(length, 3)]
     found = attended(case, cache, tokens, slots=slots, lengths=lengths, query=queries)
-    # The same call of a cache with these sequences alone, of which the second takes no step.
+    # The same call on a cache with only these sequences; the second takes no step.
     chosen = other.select_batch(order)
     expected = attended(case, chosen, tokens, lengths=[length, 0, min(length, 3)], query=queries)
     if queries:
@@ -215,7 +215,7 @@ def test_slots_without_any():
 
 
 def test_one_split_and_many(monkeypatch):
-    """However many blocks there are, they are those of a single token."""
+    """A call uses as many blocks as for a single token."""
     case = CASES[2]
     results = []
     for most in (1, 2, 512):
@@ -229,7 +229,7 @@ def test_one_split_and_many(monkeypatch):
 
 
 def test_more_slots_than_a_plan_keeps_in_registers():
-    """The first keys are the best; the others come and go in the last slots."""
+    """The first keys are the best; all others come and go in the last slots."""
     case = History(dtype="float16", head_dim=8, window=3300, recent=20, length=3348, batch=1, heads=2, kv_heads=1,
                    scores="decreasing")
     several, single = filled(case, 3332), filled(case, 3332)

@@ -1,5 +1,5 @@
-"""The Hopper forward (kernels/sm90) on the CPU emulator: the grid, what tests/gpu/test_sm90.py tests on a GPU, and
-orders of threads and blocks. The emulator has twins of Hopper's instructions, and watches every access."""
+"""The Hopper forward (kernels/sm90) on the CPU emulator: the grid, tests of tests/gpu/test_sm90.py, and orders of
+threads and blocks. The emulator has twins of Hopper's instructions, and watches every access."""
 import numpy as np
 import pytest
 
@@ -14,7 +14,7 @@ from tests.oracle import cases, schedule_cases, varlen_cases
 
 everything = test_sm90.everything
 
-GRID = {  # by tile: what differs in the kernel, and in its masks
+GRID = {  # by tile: cases that change the kernel, and its masks
     "192x96": ("float16-D40", "bfloat16-D64", "heads-4/2-causal", "lengths-33x129-none",
                "lengths-129x33-top_w", "lengths-1x70-causal", "mask-top_w_padding", "mask-documents", "mask-global",
                "causal-and-padding", "bias-key_per_head-none", "softcap-key", "softcap-40.0-key", "softcap-60.0-none",
@@ -69,7 +69,7 @@ def test_without_tma(mask, everything, monkeypatch):
     assert served
 
 
-# ---- what tests/gpu/test_sm90.py tests on a GPU ----
+# ---- tests of tests/gpu/test_sm90.py ----
 @pytest.mark.parametrize(("slope", "softcap", "masked", "tile"), [
     (0.4, 0.0, True, "192x96"), (3.0, 0.0, False, "192x96"), (3.0, 2.0, True, "192x96"), (0.4, 0.0, False, "128x128")])
 def test_logits_that_rise_and_fall(slope, softcap, masked, tile, everything, torch, device):
@@ -187,7 +187,7 @@ def test_nonfinite_values_reach_only_queries_that_see_them(kind, tile, gpu, ever
 
 # ---- orders ----
 def some_calls():
-    """Whole and partial blocks, tiles that follow each other, copies of both kinds."""
+    """A few calls with whole and partial blocks, successive tiles, and both kinds of copies."""
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((1, 330, heads, 64)).astype(np.float16) for heads in (4, 2, 2))
     scores = rng.standard_normal((1, 2, 330)).astype(np.float32)

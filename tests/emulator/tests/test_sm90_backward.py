@@ -1,6 +1,6 @@
 """The Hopper gradients (kernels/sm90/backward_*.cu) on the CPU emulator: the grid, orders of threads and blocks, CTAs
-that take one tile after the other, and what must not reach a gradient. There are two passes if results are to be
-deterministic, and else one."""
+that process several tiles, and values that must not influence gradients. Deterministic results take two passes, others
+one."""
 import functools
 import itertools
 from collections.abc import Iterable
@@ -28,7 +28,7 @@ GRID = ("float16-D64", "bfloat16-D128", "bfloat16-D40", "float16-D16", "bfloat16
 DENSE = ("mask-dense", "causal-and-dense", "dense-mask-11qk", "dense-mask-1gq1", "dense-mask-bgqk",
          "dense-columns-key", "dense-columns-shared")
 PORTABLE = ("float16-D3", "bias-full-none")
-BY_HEAD = ("mask-per_head", "mask-dense_per_head", "bias-key_per_head-none")  # keys and values; the queries are not
+BY_HEAD = ("mask-per_head", "mask-dense_per_head", "bias-key_per_head-none")  # only keys and values differ
 LISTED_STEPS = sm90_backward.LISTED_STEPS  # as measured
 VARLEN = ("float16-causal", "bfloat16-none", "tail-none", "short-none", "heads-6/2-none", "causal-and-window",
           "causal-and-open", "supers", "supers-window", "D128")
@@ -41,7 +41,7 @@ def gpu():
 
 
 def in_one_pass() -> Any:
-    """What need not be deterministic."""
+    """Cases that run in one pass."""
     return schedule_cases.hopper_gradients(True)
 
 
@@ -58,7 +58,7 @@ def served():
 
 
 def in_turn(names: str, values: Iterable[Any]) -> Any:
-    """Parameters: each value ``deterministic`` or not, in turn."""
+    """Parameters: values are alternately ``deterministic`` and not."""
     found = [(*(value if isinstance(value, tuple) else (value,)), i % 2 == 1) for i, value in enumerate(values)]
     return pytest.mark.parametrize((*names.split(), "deterministic"), found, ids=str)
 
@@ -70,7 +70,7 @@ def case_named(name: str) -> cases.Case:
 def gradients(backend: str, length: int = 700, queries: int | None = None, window: int = 60, head_dim: int = 64,
               heads: tuple[int, int] = (2, 1), batch: int = 1, dtype: str = "float16", spoil: Any = None,
               dense: str = "", needs: tuple[str, ...] = ("query", "key", "value", "bias"), **options: Any) -> Any:
-    """Of a mask of the best keys with their scores as bias, or without a window of ``options`` alone."""
+    """Gradients under a mask of the best keys with their scores as bias; without a window, of ``options`` alone."""
     rng = np.random.default_rng(0)
     queries = length if queries is None else queries
     q, dout, k, v = (rng.standard_normal((batch, n, h, head_dim)).astype(numpy_dtype(dtype)) for n, h in (
@@ -93,7 +93,7 @@ def gradients(backend: str, length: int = 700, queries: int | None = None, windo
 
 
 def check(found: Any, **options: Any) -> None:
-    """Each element of the gradients that are found for these options of ``gradients``."""
+    """Check each element of the gradients for these options of ``gradients``."""
     expected = gradients("oracle", **options)
     for name, ours in zip(found._fields, found):
         assert (ours is None) == (name not in expected)
@@ -102,7 +102,7 @@ def check(found: Any, **options: Any) -> None:
 
 
 def near(found: np.ndarray, expected: np.ndarray) -> None:
-    """But for the order of float32 sums, before they are rounded to float16."""
+    """Whether arrays are equal up to the order of float32 sums before rounding to float16."""
     reference.check_norm(found, expected, 1e-3)
 
 
@@ -134,7 +134,7 @@ def test_dense_masks(name, served, served_query):
     {"dense": "bands", "length": 300, "queries": 2300}, {"dense": "random", "length": 900, "queries": 70},
 ], ids=str)
 def test_steps_of_dense_masks(options, served, served_query):
-    """Of tiles of one super-tile and of several, of which some see no pair; the same bits in other orders."""
+    """Tiles of one and of several super-tiles, some without visible pairs; other orders give the same bits."""
     options = {"window": 0, **options}
     with schedule_cases.num_sms(3):
         found = gradients("emulator", **options)
@@ -146,7 +146,7 @@ def test_steps_of_dense_masks(options, served, served_query):
 
 
 def test_what_dense_masks_hide_may_hold_anything():
-    """Keys and queries that see nothing; and a value that is not finite reaches only those who see it."""
+    """Invisible keys, and queries without visible keys; a non-finite value reaches only queries that see it."""
     options: dict[str, Any] = {"window": 0, "dense": "few", "length": 500}
     seen = dense_mask("few", 1, 500, 500)[0, 0]
     keys, rows = np.flatnonzero(~seen.any(0)), np.flatnonzero(~seen.any(1))
@@ -195,7 +195,7 @@ def test_packed_sequences_with_a_mask_of_each_head(served, served_query):
 @pytest.mark.parametrize("needs", [("query",), ("key",), ("value",), ("bias",), ("key", "value"), ("query", "bias")])
 @pytest.mark.parametrize("window", [0, 60])
 def test_only_what_is_asked_for(window, needs):
-    """The same bits as among all gradients."""
+    """Single gradients have the same bits as when all are requested."""
     options = {"window": window, "deterministic": True}
     if not window:
         options |= {"causal": True, "bias": np.ones((1, 1, 700), np.float32)}
@@ -224,7 +224,7 @@ def test_no_more_tiles_than_sms_are_left_to_the_portable_kernel(options, tiles, 
     ({"batch": 2, "heads": (4, 2), "bias": (2, 2), "length": 300, "needs": ("query", "bias")}, 3, 6),
     ({"length": 200, "queries": 1000, "head_dim": 192, "heads": (2, 1)}, 7, 5)])
 def test_query_splits(options, count, steps, deterministic, served):
-    """Splits that begin and end within a head, and some without steps; dk, dv and dbias have the same bits in any
+    """Some splits begin or end within a head, and some have no steps; dk, dv and dbias have the same bits in any
     order."""
     options = {"window": 0, "deterministic": deterministic, "bias": (1, options["heads"][1]), **options}
     bias = np.linspace(0, 1, options.get("length", 700), dtype=np.float32)
@@ -241,7 +241,7 @@ def test_query_splits(options, count, steps, deterministic, served):
 
 
 def test_as_many_query_splits_as_pay():
-    """For 132 SMs: few tiles are split, many are not; every step belongs to a split."""
+    """On 132 SMs, few tiles are split and many are not; every step belongs to a split."""
     few = sm90_backward._best_splits(2048, 2048, 3, 2, 128, 64, True, 132)
     assert few.count > 1 and few.count * few.steps >= 2 * 2048 // 64 > (few.count - 1) * few.steps
     assert sm90_backward._best_splits(1024, 1024, 8, 2, 128, 64, True, 132) == sm90_backward.QuerySplits(3, 11)
@@ -277,7 +277,7 @@ def test_one_pass_where_lists_leave_out_little(options, least, keys, in_one_pass
     (1, 2, 64, 8192, 8192, 4096, False), (1, 16, 128, 32768, 32768, 1024, True),
     (1, 16, 128, 128, 131072, 2048, True), (1, 16, 128, 4096, 1024, 256, False)])
 def test_lists_by_the_pairs_that_they_leave_out(batch, heads, head_dim, queries, keys, window, pays):
-    """As measured, on 132 SMs; with more queries than keys, the first ones see nothing."""
+    """As measured on 132 SMs; with more queries than keys, the first queries see no key."""
     mask = dma.IntervalMask.top_w(np.zeros((1, 1, keys), np.float32), window)
     own = SimpleNamespace(batch=batch, heads=heads, query_length=queries, key_length=keys,
                           query=SimpleNamespace(device=SimpleNamespace(index=0)))
@@ -289,7 +289,7 @@ def test_lists_by_the_pairs_that_they_leave_out(batch, heads, head_dim, queries,
 
 
 def test_one_pass_of_masks_without_a_bound(served):
-    """Whose keys have no lists of super-tiles, whatever they hide."""
+    """Such masks have no lists per super-tile, whatever they hide."""
     mask = dma.IntervalMask.top_w(np.random.default_rng(1).standard_normal((1, 1, 700)).astype(np.float32), 60)
     options = {"window": 0, "mask": dma.IntervalMask(mask.start, mask.stop)}
     with fresh(one_pass=None):
@@ -299,7 +299,7 @@ def test_one_pass_of_masks_without_a_bound(served):
 
 @in_turn("name", VARLEN)
 def test_packed_sequences(name, deterministic, served, gpu):
-    gpu.most_writes = 2  # of the forward, where a value is not finite
+    gpu.most_writes = 2  # the forward writes twice if a value is not finite
     case = next(c for c in varlen_cases.CASES + varlen_cases.SUPERS if c.name == name)
     varlen_cases.check_backward(case, varlen_cases.run_backward(case, backend="emulator", deterministic=deterministic))
     assert bool(served.call_args.args[-1]) is not deterministic  # in one pass
@@ -308,8 +308,8 @@ def test_packed_sequences(name, deterministic, served, gpu):
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(("queries", "length", "head_dim"), [(130, 180, 128), (1000, 1010, 64)])
 def test_the_last_queries_of_tiles_that_begin_within_a_unit(queries, length, head_dim, deterministic):
-    """In one pass steps begin with a unit of 64 queries, up to 63 before the first query that sees a key: there may be
-    one more step for it."""
+    """In one pass, steps begin at a multiple of 64 queries, up to 63 before the first query that sees a key, which may
+    need one more step."""
     options = {"queries": queries, "length": length, "head_dim": head_dim, "window": 0, "causal": True,
                "bias": np.ones((1, 1, length), np.float32), "deterministic": deterministic}
     check(gradients("emulator", **options), **options)
@@ -326,7 +326,7 @@ def test_the_last_queries_of_tiles_that_begin_within_a_unit(queries, length, hea
     ({"window": 0, "causal": True, "head_dim": 192, "length": 500, "softcap": 3.0}, 1, False),
     ({"window": 0, "length": 150, "head_dim": 136}, 1, False)], ids=str)
 def test_tile_after_tile(options, num_sms, deterministic, served):
-    """Few CTAs, which take several tiles: short ones, and some longer than LOOKAHEAD."""
+    """Few CTAs that process several tiles, short ones and some longer than LOOKAHEAD."""
     options = options | {"deterministic": deterministic}
     with schedule_cases.num_sms(num_sms):
         found = gradients("emulator", **options)
@@ -336,8 +336,8 @@ def test_tile_after_tile(options, num_sms, deterministic, served):
 
 @pytest.mark.parametrize(("length", "num_sms"), [(1100, 30), (2100, 13), (2100, 90)])
 def test_tiles_in_bands(length, num_sms):
-    """Of three heads with nine or seventeen tiles: one group, or two of which the last has one head. Bands have two
-    tiles, the last has one."""
+    """Three heads with nine or seventeen tiles, in one group, or in two whose last has one head. Bands have two tiles,
+    the last band one."""
     options = {"window": 0, "causal": True, "length": length, "head_dim": 16, "heads": (3, 3)}
     with schedule_cases.num_sms(num_sms):
         check(gradients("emulator", **options), **options)
@@ -354,7 +354,7 @@ def in_order(**options: Any) -> Any:
       for rest in zip((False, True, False, True), (*ORDERS, ORDERS[0]))),
     ({"head_dim": 256, "length": 300}, True, ORDERS[0]), ({"head_dim": 256, "length": 300}, True, ORDERS[1])], ids=str)
 def test_the_order_of_threads_and_blocks_changes_no_bit(options, deterministic, order):
-    """Only those of the queries, and only in one pass."""
+    """Only query gradients in one pass may change."""
     options = options | {"deterministic": deterministic}
     expected = in_order(**options)
     with emulator.hopper_gpu(order=order), schedule_cases.num_sms(3):
@@ -367,8 +367,8 @@ def test_the_order_of_threads_and_blocks_changes_no_bit(options, deterministic, 
 
 @pytest.mark.parametrize(("head_dim", "deterministic"), [(64, False), (64, True), (128, False), (256, True)])
 def test_rows_that_see_nothing_may_hold_anything(head_dim, deterministic):
-    """Between those that see the first keys and those that see the others; or, with more queries than keys, the first
-    ones."""
+    """Such rows lie between rows that see the first keys and rows that see the others, or come first, with more queries
+    than keys."""
     def spoil(q: Any, k: Any, v: Any, dout: Any) -> None:
         q[:, rows], dout[:, rows] = np.nan, np.inf
 
@@ -384,7 +384,7 @@ def test_rows_that_see_nothing_may_hold_anything(head_dim, deterministic):
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_queries_of_the_next_super_tile_count_once(deterministic):
-    """A step of 128 queries reaches into the next super-tile of 320; what stands there is another tile's."""
+    """A step of 128 queries reaches into the next super-tile of 320, whose queries belong to another tile."""
     options = {"length": 900, "window": 300, "head_dim": 64, "deterministic": deterministic}
     check(gradients("emulator", **options), **options)
 
@@ -409,7 +409,7 @@ def test_keys_that_nobody_sees_may_hold_anything(listed, deterministic):
 
 
 def test_keys_that_end_ahead_of_all_queries_may_hold_anything():
-    """In one pass the gradient of the queries is a product with them, too."""
+    """In one pass, the query gradient multiplies these keys too."""
     rng = np.random.default_rng(0)
     q, dout = rng.standard_normal((2, 1, 170, 2, 128)).astype(np.float16)
     k, v = rng.standard_normal((2, 1, 300, 1, 128)).astype(np.float16)
@@ -425,7 +425,7 @@ def test_keys_that_end_ahead_of_all_queries_may_hold_anything():
 @pytest.mark.parametrize("softcap", [0.5, 20.0])
 @pytest.mark.parametrize("spread", [0.0, 60.0])
 def test_softcaps_of_small_and_vanishing_probabilities(softcap, spread, deterministic):
-    """The derivative comes from the probability, which may have vanished: large biases see to that."""
+    """The derivative is computed from the probability, which large biases make vanish here."""
     rng = np.random.default_rng(0)
     options = {"window": 0, "length": 200, "softcap": softcap, "causal": True, "deterministic": deterministic,
                "bias": (spread * rng.standard_normal((1, 1, 200))).astype(np.float32)}
@@ -445,7 +445,7 @@ def test_a_bad_value_reaches_the_queries_that_see_it_only(deterministic):
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_bad_value_stays_in_its_sequence(deterministic):
-    """A step of 128 queries of the first one, of 30, has room for some of the next one."""
+    """The first sequence has 30 queries, so its step of 128 queries has room for queries of the next."""
     rng = np.random.default_rng(0)
     q, k, v, dout = (rng.standard_normal((130, 1, 64)).astype(np.float16) for _ in range(4))
     bounds = np.array([0, 30, 130], np.int32)
@@ -468,8 +468,8 @@ def test_a_bad_value_stays_in_its_sequence(deterministic):
         ({"head_dim": 64}, {"head_dim": 64, "softcap": 3.0}, {"head_dim": 128}, {"head_dim": 256}),
         (("dout", "causal"), ("query", "lists"), ("dout", "lists")))])
 def test_a_bad_row_reaches_the_keys_that_it_sees_only(bad, kind, options, deterministic):
-    """Of the gradients of biases, and of values or keys: these are sums of P * dout and of dS * q, P and dS being 0
-    where a key is hidden."""
+    """Checks the gradients of biases, values and keys, which are sums of P * dout and of dS * q; P and dS are 0 where a
+    key is hidden."""
     def spoil(q: Any, k: Any, v: Any, dout: Any) -> None:
         (q if bad == "query" else dout)[:, 220] = np.nan
 
@@ -479,7 +479,7 @@ def test_a_bad_row_reaches_the_keys_that_it_sees_only(bad, kind, options, determ
     options = options | {"length": 320, "window": 0, "bias": scores, "deterministic": deterministic}
     options |= {"mask": mask} if kind == "lists" else {"causal": True}
     clean, found = (gradients("emulator", spoil=bad_one, **options) for bad_one in (None, spoil))
-    hidden, in_step = ~seen[220], seen[192:256].any(0)  # of one super-tile, as all queries before them
+    hidden, in_step = ~seen[220], seen[192:256].any(0)  # in one super-tile with all queries before
     assert (hidden & in_step).any() and (kind == "causal" or (hidden & ~in_step & seen[:192].any(0)).any())
     for name in ("bias", "value" if bad == "query" else "key"):
         ours, expected = (getattr(x, name).reshape(320, -1) for x in (found, clean))

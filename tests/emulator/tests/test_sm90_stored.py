@@ -1,5 +1,6 @@
 """The gradient of the queries from stored dS (kernels/sm90/stored_ds.cuh, backward_dq_stored.cu) on the CPU emulator:
-beside the oracle and the query pass, in chunks, in other orders of threads and blocks, and what must not reach it."""
+against the oracle and the query pass, in chunks, in other orders of threads and blocks, and isolated from values that
+do not count."""
 import dataclasses
 import functools
 from collections.abc import Iterator
@@ -33,7 +34,7 @@ def launched():
 
 @contextmanager
 def stored(wanted: bool | None = True, lists: int = 0, sms: int = 4, **device: Any) -> Iterator[None]:
-    """Gradients from stored dS, or by the query pass; at most so many ``lists`` at a time, 0: any number."""
+    """Gradients from stored dS or by the query pass, with at most ``lists`` lists at a time (0: any number)."""
     chosen = sm90_stored.chunks_of
 
     def chunks_of(*arguments: Any) -> sm90_stored.Chunks:
@@ -53,7 +54,7 @@ def equal(found: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_gradients(options, launched):
-    """Those of the oracle, and nearly those of the query pass."""
+    """Gradients match the oracle, and nearly the query pass."""
     with stored():
         found = gradients("emulator", **options)
     check(found, **options)
@@ -71,7 +72,7 @@ def test_gradients(options, launched):
     {"bias_delay": 100, "batch": 1, "heads": 2, "kv_heads": 1},
     {"bias_delay": 10, "extremes": True, "batch": 1, "heads": 2, "kv_heads": 1}], ids=str)
 def test_masks_layouts_and_delays(options, launched):
-    """With the gradient of lse; a bias of -inf with a delay hides its key from there on."""
+    """With a gradient of lse; a delayed bias of -inf hides its key from the delay on."""
     case = cases.Case("stored", **{"dtype": "float16", "batch": 2, "query_length": 300, "key_length": 350, "window": 30,
                                    "head_dim": 64, "heads": 4, "kv_heads": 2, **options})
     with stored():
@@ -87,14 +88,14 @@ def whole(**options: Any) -> Any:
 
 @pytest.mark.parametrize(("lists", "sms", "order"), [(1, 1, None), (2, 3, None), (4, 3, ORDERS[0]), (0, 3, ORDERS[1])])
 def test_chunks_and_orders_change_no_bit(lists, sms, order):
-    """Of four lists of three blocks each; chunks that end within the lists of a head, and with it."""
+    """Four lists of three blocks each, in chunks that end within the lists of a head or with them."""
     options = {"heads": (4, 2), "length": 500}
     with stored(lists=lists, sms=sms, **({} if order is None else {"order": order})):
         equal(gradients("emulator", **options), whole(**options))
 
 
 def test_as_few_chunks_as_there_is_room_for():
-    """Of equal sizes."""
+    """Chunks have equal sizes."""
     call = dataclasses.make_dataclass("Call", ["forward"])(dataclasses.make_dataclass(
         "Own", ["batch", "heads", "kv_heads"])(1, 16, 8))
     fields = {"super_queries": 1024, "super_capacity": 2048, "supers": 33}
@@ -109,7 +110,7 @@ def test_as_few_chunks_as_there_is_room_for():
 
 
 def test_rows_and_keys_that_do_not_count_may_hold_anything():
-    """Queries that see nothing; keys that nobody sees, or that their bias hides."""
+    """Queries without visible keys; keys that no query sees, or that their bias hides."""
     rng = np.random.default_rng(1)
     real = rng.random((1, 500)) < 0.7
     real[:, :5] = False
@@ -132,7 +133,7 @@ def test_rows_and_keys_that_do_not_count_may_hold_anything():
 
 
 def test_a_bad_key_leaves_rows_that_see_nothing_zero():
-    """Some in a step of its block, some in a tile without any block."""
+    """Some of these rows are in a step of the key's block, some in a tile without blocks."""
     runs = np.array([[0] * 400 + [300] * 100, [100] * 100 + [0] * 300 + [500] * 100], np.int32)
     mask = with_bound(dma.IntervalMask(*runs[:, None, None]), (100, 0))
 
@@ -145,13 +146,13 @@ def test_a_bad_key_leaves_rows_that_see_nothing_zero():
 
 
 def with_bound(mask: dma.IntervalMask, bound: tuple[int, int]) -> dma.IntervalMask:
-    """So many keys meet a query, and so many more each query that follows."""
+    """A mask of ``first`` keys for the first query, and ``step`` more for each next query."""
     start, stop, hints = mask._runs
     return dma.IntervalMask._make(mask.library, start, stop, hints._replace(bound=bound))
 
 
 def many_blocks() -> None:
-    """Twenty new keys for each query make lists of more than 32 blocks: a tile looks at the steps of 32 at once."""
+    """Twenty new keys per query make lists of more than 32 blocks; a tile reads the steps of 32 blocks at once."""
     first = 5700 + np.arange(6000, dtype=np.int32) // 20
     mask = with_bound(dma.IntervalMask(first[None, None], first[None, None] + 4), (100, 20))
     options: dict[str, Any] = {"window": 0, "queries": 300, "length": 6000, "head_dim": 16, "mask": mask}

@@ -1,5 +1,5 @@
-"""Query, key and value with strides of their own, edges of tiles and chunks, and masks that several calls share, on the
-CPU emulator: inputs on which small faults of the kernels and their launchers show."""
+"""Query, key and value with different strides, edges of tiles and chunks, and masks shared by calls, on the CPU
+emulator: inputs that expose small faults of kernels and launchers."""
 import numpy as np
 import pytest
 
@@ -12,7 +12,7 @@ from tests.oracle import by_element
 
 @pytest.fixture(autouse=True, params=["portable", "hopper"])
 def device(request):
-    """The Hopper kernels make gradients however few tiles there are."""
+    """A device whose Hopper kernels compute gradients however few tiles there are."""
     with (emulator.hopper_gpu() if request.param == "hopper" else emulator.using() as runtime,
           overridden(hopper=True)):
         yield runtime
@@ -24,7 +24,7 @@ def draw(*shape, dtype=np.float16, seed=0):
 
 
 def within(array, *shape):
-    """The array as a part of a larger one of this shape, with its strides."""
+    """The array as a view into a larger one of this shape."""
     larger = np.full(shape, np.nan, array.dtype)
     part = larger[tuple(slice(size) for size in array.shape)]
     part[...] = array
@@ -64,7 +64,7 @@ def test_every_array_has_strides_of_its_own(passes):
 
 @pytest.mark.parametrize("passes", [1, 2])
 def test_biases_and_masks_have_strides_of_their_own(passes):
-    """Also the 0 of axes that broadcast."""
+    """Including strides of 0 on broadcast axes."""
     plain = [(2, 40, 2, 16)] * 5
     bias, dense = draw(2, 2, 40, dtype=np.float32), draw(2, 2, 40, 40) < 0.3
     for given in (within(bias, 2, 3, 40), within(bias, 2, 2, 45), np.broadcast_to(bias[:, :1], bias.shape),
@@ -76,7 +76,7 @@ def test_biases_and_masks_have_strides_of_their_own(passes):
 
 
 def test_dense_biases_have_strides_of_their_own():
-    """In rows of even and odd length, aligned and not, and gradients of all."""
+    """In rows of even and odd length, aligned and not, with all gradients."""
     arrays = [draw(2, 40, 2, 16, seed=seed) for seed in range(3)]
     for keys in (37, 40):
         rows = [x[:, :keys] if i else x for i, x in enumerate(arrays)]
@@ -100,8 +100,7 @@ def odd_address(array):
 
 
 def test_strides_of_a_single_axis_that_are_not_aligned():
-    """Those of batch entries, rows or heads of one array tell that 16 bytes cannot be read at a time; all else is
-    aligned."""
+    """One stride of one array, of batch entries, rows or heads, rules out 16-byte reads; all else is aligned."""
     for array in range(3):
         for axis in range(3):
             arrays = [draw(2, 20, 2, 16, seed=seed) for seed in range(3)]
@@ -115,7 +114,7 @@ def test_strides_of_a_single_axis_that_are_not_aligned():
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 def test_scores_of_strided_values_and_weights(dtype):
-    """On tensor cores and not, and their gradients."""
+    """With and without tensor cores, including gradients."""
     query, key, value = (draw(2, 40, 2, 16, seed=seed) for seed in range(3))
     weight, a = draw(2, 32, dtype=dtype) / dtype(6), np.full(2, 0.5, dtype)
     for larger in LARGER.values():
@@ -144,7 +143,7 @@ def test_tiles_that_begin_inside_the_heads_of_a_query():
 
 @pytest.mark.parametrize("tiles", [1, 2, 4, 8])
 def test_a_last_position_that_begins_a_chunk(tiles):
-    """The last query of ``tiles`` tiles, whose lists are made together, is at key 2048, the first one of a chunk."""
+    """Lists of ``tiles`` tiles are made together, and their last query is at key 2048, the first of a chunk."""
     shift, length = 2049 - 64 * tiles, 64 * tiles + 20
     key = draw(1, shift + length, 1, 8)
     check_attention(draw(1, length, 1, 8), key, key, mask=dma.IntervalMask.sliding_window(shift + length, 64))
@@ -162,7 +161,7 @@ def test_a_key_that_only_the_last_word_of_queries_sees():
 
 @pytest.mark.parametrize("first", [True, False])
 def test_a_mask_with_causality_and_without(first):
-    """Lists are kept on the mask, and causality belongs to their identity."""
+    """Lists kept on a mask are identified by causality too."""
     stop = np.random.default_rng(0).integers(0, 400, 300).astype(np.int32)
     mask = dma.IntervalMask(np.full(300, -5, np.int32), stop)
     arrays = [draw(1, 300, 1, 16, seed=seed) for seed in range(3)]

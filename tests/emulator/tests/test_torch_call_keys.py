@@ -1,5 +1,5 @@
-"""Torch calls that differ in one fact have different keys: each neighbour of a call whose chain exists gives what it
-gives with programs of its own."""
+"""Torch calls that differ in one property get different keys: after one call has built its chain, each neighbouring
+call gives the same result as with newly built programs."""
 from collections.abc import Callable
 from typing import Any
 
@@ -54,7 +54,7 @@ def laid(x: Any, order: tuple[int, ...] | None = None, offset: int = 0) -> Any:
 
 
 def with_input(make: Callable[[int], Call], which: int, **place: Any) -> Callable[[int], Call]:
-    """The same calls with one input elsewhere."""
+    """The same calls with another memory layout of one input."""
     def other(seed: int) -> Call:
         call, inputs = make(seed)
         inputs[which] = laid(inputs[which], **place)
@@ -134,7 +134,7 @@ def _longer_rows(call: Callable[..., Any], inputs: list[Any]) -> Call:
 
 
 def test_upstream_gradients(device, chain_runs):  # noqa: F811
-    """Of one kind of call, which has a backward for each kind of them."""
+    """One forward program has a backward program for each kind of upstream gradient."""
     inputs = draw(0, batch=2, length=N)
     dout = torch.randn(2, N, test_torch_programs.H, D).bfloat16()
     kinds = {"transposed": laid(dout, (0, 2, 1, 3)), "batches last": laid(dout, (1, 0, 2, 3)),
@@ -148,7 +148,7 @@ def test_upstream_gradients(device, chain_runs):  # noqa: F811
 
 
 def test_the_deterministic_mode_of_torch(device, chain_runs):  # noqa: F811
-    """A program built without it may add in any order."""
+    """A program built without the mode may sum in any order."""
     q, k, v, s = draw(0, length=N)
 
     def gradients() -> Any:

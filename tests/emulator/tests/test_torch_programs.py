@@ -1,4 +1,4 @@
-"""Torch calls that run the programs of earlier ones, against calls with programs of their own."""
+"""Torch calls that run programs of earlier calls, against calls with newly built programs."""
 import functools
 import gc
 import weakref
@@ -31,7 +31,7 @@ def device(request):
 
 @pytest.fixture(autouse=True)
 def chain_runs(monkeypatch):
-    """How many forward and backward passes were run by chains."""
+    """Counts the forward and backward passes run by chains."""
     count = {"forward": 0, "backward": 0}
 
     def counted(name: str) -> Callable[..., Any]:
@@ -51,7 +51,7 @@ def chain_runs(monkeypatch):
 
 
 def draw(seed: int, *, dtype: Any = torch.bfloat16, batch: int = 1, length: int = N, grad: bool = True) -> Any:
-    """query, key, value, scores; other memory each time."""
+    """query, key, value, scores in new memory each time."""
     torch.manual_seed(seed)
     shapes = [(batch, length, heads, D) for heads in (H, HKV, HKV)]
     found = [torch.randn(shape).to(dtype) for shape in shapes] + [torch.randn(batch, HKV, length)]
@@ -59,7 +59,7 @@ def draw(seed: int, *, dtype: Any = torch.bfloat16, batch: int = 1, length: int 
 
 
 def parameters(seed: int, dtype: Any = torch.float32) -> dict[str, Any]:
-    """Of scores that differ, none of which is large: a row of those alone is made twice."""
+    """Parameters that give small, different scores, since a row of large ones alone would be computed twice."""
     torch.manual_seed(seed)
     shapes = {"dt_proj": (HKV, HKV * D), "A": (HKV,), "dt_bias": (HKV,)}
     drawn = {name: torch.randn(shape) / (8 if name == "dt_proj" else 1) for name, shape in shapes.items()}
@@ -85,7 +85,7 @@ def same(a: list[Any], b: list[Any]) -> None:
 
 def check(call: Callable[..., Any], make: Callable[[int], Any], chain_runs: dict[str, int], calls: int = 2,
           **options: Any) -> None:
-    """Calls of one kind give what they give with programs of their own; all have chains."""
+    """Check that calls with equal keys give the results of newly built programs, and that all run as chains."""
     for i in range(calls):
         inputs = make(i)
         before = dict(chain_runs)
@@ -136,7 +136,7 @@ def packed(kind: str, cu: Any, *inputs: Any, **options: Any) -> Any:
 @pytest.mark.parametrize("with_lse", [False, True])
 def test_a_prepared_mask(dtype, with_lse, device, chain_runs):
     masks = [dma.IntervalMask.top_w(draw(i)[3].detach(), W, backend="emulator") for i in range(2)]
-    for i in range(3):  # the lists of each mask are its own
+    for i in range(3):  # each mask has its own lists
         mask = masks[i % 2]
         inputs = draw(i, dtype=dtype)
         found = step(lambda *x: attend(*x, mask=mask), *inputs, with_lse=with_lse)  # noqa: B023
@@ -152,7 +152,7 @@ def test_no_mask(options, device, chain_runs):
 
 @pytest.mark.parametrize("rows", [1, N])
 def test_a_dense_mask(rows, device, chain_runs):
-    """One that is the same for every query becomes an interval mask, which is not the caller's."""
+    """A dense mask that is the same for all queries becomes a new interval mask."""
     for i in range(2):
         torch.manual_seed(i)
         mask = torch.rand(1, HKV, rows, N) < 0.7
@@ -171,12 +171,13 @@ def test_a_dense_mask(rows, device, chain_runs):
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("window", [W, 2 * N])
 def test_from_scores(batch, window, device, chain_runs):
-    """Also a window of everything, which is plain causality."""
+    """Including a window of all keys, which is plain causality."""
     check(lambda *x: dynamic(*x, window=window), lambda i: draw(i, batch=batch), chain_runs)
 
 
 def test_nothing_is_cleared_apart(chain_runs, monkeypatch):
-    """In a backward in one pass, with query splits: its first kernel clears sums of dq and dbias, and counters."""
+    """A one-pass backward with query splits needs no separate clearing: its first kernel clears dq, dbias and
+    counters."""
     splits, cleared = sm90_backward.QuerySplits(3, 4), []
     monkeypatch.setattr(sm90_backward, "query_splits_of", lambda *_: splits)
     with emulator.hopper_gpu() as runtime:
@@ -192,7 +193,7 @@ def test_nothing_is_cleared_apart(chain_runs, monkeypatch):
 
 @pytest.mark.parametrize("off", [False, True])
 def test_without_gradients(off, device, chain_runs):
-    """Whether the tensors require none or autograd is off."""
+    """The tensors require none, or autograd is off."""
     for i in range(2):
         with torch.set_grad_enabled(not off):
             inputs = draw(i, grad=off)
@@ -210,7 +211,7 @@ def test_slots_of_super_tiles_are_counted_for_gradients(grad, device, chain_runs
 
 
 def test_few_queries_do_without_a_mask(device, chain_runs, monkeypatch, calls_of):
-    """Without gradients: their keys are found from the scores, in every call of the kind."""
+    """Without gradients, every such call finds its keys directly from the scores."""
     served = calls_of(last_queries, "attend_last")
     monkeypatch.setattr(flash_decode, "_pays", lambda *_: True)
     query, key, value, scores = draw(0, length=1000)
@@ -259,14 +260,14 @@ def test_some_gradients(wanted, device, chain_runs):
         return [x.requires_grad_(j in wanted) for j, x in enumerate(draw(i, grad=False))]
 
     check(dynamic, make, chain_runs)
-    inputs = draw(9)  # another kind
+    inputs = draw(9)  # another key
     found = step(dynamic, *inputs)
     with fresh():
         same(found, step(dynamic, *inputs))
 
 
 def test_what_is_asked_for_may_change(device, chain_runs):
-    """A kind of call may have several kinds of backward passes."""
+    """One forward may have several backward programs, for different requested gradients."""
     inputs = draw(0)
     for i in range(6):
         out, lse = dynamic(*inputs)
@@ -340,7 +341,7 @@ def test_an_argument_changed_in_place_is_noticed(device, chain_runs):
 @pytest.mark.parametrize("call", [dynamic, from_values], ids=["scores", "values"])
 def test_a_gradient_that_autograd_follows_takes_operators(call, device, chain_runs):
     def make(i: int) -> Any:
-        inputs = draw(i, dtype=torch.float32)  # 16 bits would be rounded once for each term
+        inputs = draw(i, dtype=torch.float32)  # 16-bit sums would be rounded at each term
         return inputs if call is dynamic else [*inputs[:3], *parameters(i).values()]
 
     for i in range(2):
@@ -356,7 +357,7 @@ def test_a_gradient_that_autograd_follows_takes_operators(call, device, chain_ru
 
 
 def test_hooks_on_saved_tensors(device, chain_runs):
-    """Which may give back tensors with other strides."""
+    """Hooks may return tensors with other strides."""
     def make() -> Any:
         q, k, v, s = draw(0, grad=False)
         rows = torch.cat((q, k, v), 2)
@@ -372,7 +373,7 @@ def test_hooks_on_saved_tensors(device, chain_runs):
 
 @pytest.mark.parametrize("computed", [False, True], ids=["scores", "values"])
 def test_checkpointed_layers(computed, device, chain_runs):
-    """The first layer of its kind saves what it saves when it is computed again."""
+    """A layer saves the same tensors in the first pass and in the recomputation."""
     from torch.utils.checkpoint import checkpoint
 
     made = list(parameters(0).values())
@@ -418,7 +419,7 @@ def test_the_layer(device, chain_runs):
 
 
 def test_strange_gradients_have_no_programs(device, chain_runs):
-    """A negative bit, and what is known to be zero."""
+    """Tensors with a negative bit, and tensors known to be zero."""
     inputs = draw(0)
     for _ in range(3):
         out, _ = dynamic(*inputs)
@@ -431,7 +432,7 @@ def test_strange_gradients_have_no_programs(device, chain_runs):
 
 
 def test_strange_tensors_have_no_programs(device, chain_runs):
-    """Whatever the kind of the call before. Tensors at odd addresses have programs of their own."""
+    """Whatever call came before. Tensors at odd addresses have their own programs."""
     q, k, v, s = draw(0)
     for _ in range(3):
         dynamic(q, k, v, s)
@@ -475,7 +476,7 @@ COMPILED = {"scores": (dynamic, lambda i: draw(i)),
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_a_compiled_call_is_two_operators(name, chain_runs):
-    """With the bits of the eager call, whose programs have the same kernels."""
+    """The bits equal those of the eager call, whose programs have the same kernels."""
     call, make = COMPILED[name]
     graphs: list[list[str]] = []
 
@@ -514,7 +515,7 @@ def test_compiled_lengths_that_are_dynamic_do_not_compile_again(chain_runs):
 
 
 def test_windows_of_heads(device, chain_runs):
-    """Later calls run the programs of the first, of one set of windows; each head is as in a call of its own."""
+    """Later calls with the same windows run the first call's programs; each head equals a call of its own."""
     def call(windows: Any) -> Callable[..., Any]:
         return lambda *x: dma.dynamic_mask_attention(*x, window=windows, return_lse=True, backend="emulator")
 
@@ -554,7 +555,7 @@ def test_windows_of_more_heads_than_the_parameters_hold(device):
 @pytest.mark.parametrize("integers", [torch.int32, torch.int64])
 @pytest.mark.parametrize("kind", ["bias", "mask", "scores", "values"])
 def test_packed_sequences(kind, integers, device, chain_runs):
-    """One program for all lengths of as many sequences."""
+    """Calls with equally many sequences, of any lengths, share one program."""
     for i, lengths in enumerate(LENGTHS):
         call = functools.partial(packed, kind, ends(lengths, integers))
         inputs = draw_packed(i, kind)
@@ -567,7 +568,7 @@ def test_packed_sequences(kind, integers, device, chain_runs):
 
 @pytest.mark.parametrize("kind", ["bias", "mask", "scores", "values"])
 def test_packed_sequences_one_by_one(kind, device, chain_runs):
-    """Against calls of each sequence; twice, as only the second call has found a program."""
+    """Against a call per sequence, twice, because only the second call finds a program."""
     for seed in range(2):
         inputs = draw_packed(seed, kind, dtype=torch.float32)
         found = step(functools.partial(packed, kind, ends(LENGTHS[0])), *inputs)
@@ -583,7 +584,7 @@ def test_packed_sequences_one_by_one(kind, device, chain_runs):
                 results.append(dynamic(q, k, v, bias))
             elif kind == "values":
                 results.append(from_values(q, k, v, *x[3:]))
-            else:  # the mask is one of the whole
+            else:  # the mask covers the whole pack
                 stop = dma.IntervalMask.top_w(x[3].detach()[None], W, backend="emulator").stop[..., first:end] - first
                 mask = None if kind == "bias" else dma.IntervalMask.from_stop(stop)
                 results.append(attend(q, k, v, bias, mask=mask, causal=True))
@@ -595,7 +596,7 @@ def test_packed_sequences_one_by_one(kind, device, chain_runs):
 
 
 def test_packed_sequences_of_used_keys(device, chain_runs):
-    """seqused_k, other lengths of keys, and rows behind the last sequence."""
+    """seqused_k, key lengths that differ from query lengths, and rows after the last sequence."""
     for i in range(2):
         q, k, v, s = draw_packed(i)
         cu_q, cu_k, used = ends((30, 20 + i, 9)), ends((70, 40, 40)), torch.tensor([64, 3 + i, 40], dtype=torch.int64)
@@ -631,7 +632,7 @@ def test_a_paged_cache(device, chain_runs):
 
 @pytest.mark.parametrize("kind", ["bias", "mask", "scores", "values"])
 def test_gradients_of_packed_sequences_without_programs(kind, device, chain_runs):
-    """Where a hook moves what was saved, and where autograd follows the gradient."""
+    """If a hook moves saved tensors, or autograd differentiates the gradient."""
     cu = ends(LENGTHS[1])
 
     def moved(x: Any) -> Any:

@@ -1,5 +1,5 @@
-"""Values of another head dim than keys, on the CUDA kernels: those of few queries take them as they are, repeated
-calls have no chain, and the grid has the rest."""
+"""Values with a different head dim from keys, on the CUDA kernels: kernels for few queries support them directly, and
+repeated calls have no chain. The grid covers the rest."""
 from unittest import mock
 
 import numpy as np
@@ -33,7 +33,7 @@ def test_few_queries_copy_no_keys(rng, how):
 
 @pytest.mark.parametrize("value_dim", [D, DV])
 def test_calls_made_again(rng, value_dim):
-    """With sinks, at the first call and later."""
+    """With sinks, in the first call and in later ones."""
     shapes = (1, 40, 2, D), (1, 40, 1, D), (1, 40, 1, value_dim), (1, 1, 40), (2,)
     for _ in range(4):
         inputs = [torch.from_numpy(rng.standard_normal(shape).astype(np.float32)) for shape in shapes]

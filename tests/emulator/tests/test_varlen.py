@@ -43,7 +43,7 @@ def test_backward(case):
 @pytest.mark.parametrize("used", [False, True])
 @pytest.mark.parametrize("kinds", [("int32", "int64", "int32"), ("int64", "int32", "int64")], ids=str)
 def test_bounds_that_a_program_makes(kinds, used, pages, device):
-    """Of more sequences than a block has threads, some of them empty, with rows behind the last one."""
+    """More sequences than a block has threads, some of them empty, and rows after the last one."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(0, 9, (2, 300))
     cu_q, cu_k = (np.concatenate(([0], np.cumsum(x))).astype(kind) for x, kind in zip(lengths, kinds))
@@ -84,7 +84,7 @@ def test_the_order_of_threads_and_blocks_changes_no_bit(order):
 
 
 def test_bad_queries_stay_in_their_sequence():
-    """The last step of queries of a sequence has room for some of the next one's, which its keys do not see."""
+    """A sequence's last step of queries has room for queries of the next sequence, which must not count."""
     rng = np.random.default_rng(0)
     q, k, v, dout = (rng.standard_normal((130, 1, 64)).astype(np.float16) for _ in range(4))
     bounds = np.array([0, 30, 130], np.int32)
@@ -109,7 +109,7 @@ def test_bad_queries_stay_in_their_sequence():
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_gradients_of_a_bias_per_key_through_torch(dtype):
-    """It has two axes, (Hkv, keys), and may be of another type than the kernels read."""
+    """The bias has two axes, (Hkv, keys), and may have a type that the kernels do not read."""
     torch = pytest.importorskip("torch")
     make = torch.Generator().manual_seed(0)
     shapes = (30, 4, 16), (30, 2, 16), (30, 2, 16), (2, 30)
