@@ -1,14 +1,14 @@
-"""Dense and dynamic attention, trained alike on the same text: by how much do their losses on held-out text differ?
+"""Compare the held-out losses of dense and dynamic attention, trained in the same way on the same text.
 
     python examples/compare.py                        three seeds of each, for a GPU
-    python examples/compare.py --kinds dense,dynamic,window             and a window that learns nothing
+    python examples/compare.py --kinds dense,dynamic,window             also a plain window
     python examples/compare.py --device cpu --seeds 0 --steps 50 --batch 2 --length 256 --window 32 --width 64
 
-The model is that of ``train.py``, 4096 bytes at a time; a query keeps 512 keys by their scores and the last 128
-(``--recent 0``: by their scores alone). For each seed all kinds of attention begin with the same parameters and see the
-same pieces of text in the same order. The text is the source code of the standard library, in which a name may come
-back after thousands of bytes, or ``--text``. What is compared is the loss after the last step on the held-out tenth of
-it, in nats per byte.
+The model is that of ``train.py``, with pieces of 4096 bytes; a query keeps 512 keys by score and the last 128
+(``--recent 0``: only keys by score). For each seed, all kinds of attention start with the same parameters and see the
+same pieces of text in the same order. The text is ``--text``, by default the source code of the standard library, in
+which names recur after thousands of bytes. The loss after the last step, in nats per byte, is measured on a held-out
+tenth of the text.
 """
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def seeds_of(text: str) -> list[int]:
 
 
 def sources() -> bytes:
-    """The modules of the standard library, one after the other."""
+    """The sources of the standard library, concatenated."""
     return b"\n".join(path.read_bytes() for path in sorted(Path(os.__file__).parent.glob("*.py")))
 
 

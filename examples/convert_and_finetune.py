@@ -1,15 +1,15 @@
-"""Give a trained model dynamic masks: the same function at first, then trained on with a window that prunes.
+"""Convert a trained model to dynamic masks: outputs do not change at first; then train it with a small window.
 
-    python examples/convert_and_finetune.py                  a minute on a CPU, with a small Llama made on the spot
+    python examples/convert_and_finetune.py                  a minute on a CPU, with a small new Llama
     python examples/convert_and_finetune.py --model DIR --device cuda --length 4096 --window 512 --recent 512
 
 1. A model with dense attention: ``--model``, a folder or name for ``AutoModelForCausalLM``, or a small Llama on bytes
    that is trained first.
 2. ``convert`` with a window of at least the length: the logits do not change.
-3. ``convert`` with a small ``--window`` and the last ``--recent`` keys: queries no longer see everything. The recent
-   ones matter: all scores are equal at first, so the newest keys are kept, and once training has moved the scores it
-   is others that are. Without ``recent`` the loss rises then (try ``--window 32 --recent 0``).
-4. Training goes on, scores and all. The result is saved, and loaded like any other model.
+3. ``convert`` with a small ``--window`` and the last ``--recent`` keys: queries no longer see everything. Recent keys
+   matter: at first all scores are equal and the newest keys are kept, but training moves the scores and then keeps
+   others. Without ``recent`` the loss rises then (try ``--window 32 --recent 0``).
+4. Train further, including the scores. The result is saved, and loads like any other model.
 
 The text is the standard library's: the topics of Python's ``help()``, as bytes or in the model's own tokens.
 """
@@ -50,8 +50,8 @@ def pieces(ids: Tensor, args: argparse.Namespace, count: int, seed: int) -> Tens
 
 def train(model: Any, ids: Tensor, args: argparse.Namespace, steps: int, rate: float, title: str,
           first: int = 1) -> None:
-    """AdamW, on the pieces from number ``first`` on. The parameters of the scores, which begin with nothing, learn ten
-    times as fast."""
+    """Train with AdamW on the pieces from number ``first`` on. Parameters of the scores, which start untrained, learn
+    ten times as fast."""
     scores = [p for name, p in model.named_parameters() if name.endswith((".A", ".dt_proj.weight"))]
     known = {id(p) for p in scores}
     groups = [{"params": [p for p in model.parameters() if id(p) not in known], "lr": rate},

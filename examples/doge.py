@@ -1,12 +1,11 @@
-"""Doge from transformers with attention in O(N): build, train a little, save, load, and write without end.
+"""Doge from transformers with attention in O(N): build, train briefly, save, load, and generate text of any length.
 
     python examples/doge.py                              a minute on a CPU: it learns what English looks like, no more
     python examples/doge.py --device cuda --steps 2000 --width 256 --layers 4 --window 128 --tokens 100000
 
-The text is the standard library's: the topics of Python's ``help()``, as bytes. With
-``attn_implementation="cupy_dma"`` a Doge model is the function it was, in O(N): every layer keeps the ``window`` best
-keys, and ``generate`` stores no more than those. The last lines show that: memory and the time of a token, at the
-beginning of the text that it writes and at its end.
+The text is the standard library's: the topics of Python's ``help()``, as bytes. With ``attn_implementation="cupy_dma"``
+a Doge model computes the same function in O(N): every layer keeps the ``window`` best keys, and ``generate`` stores
+only those. The last lines show it: memory and time per token, at the beginning and at the end of the generated text.
 """
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ BYTES = 256
 
 
 def build(args: argparse.Namespace) -> Any:
-    dmt.register()  # makes attn_implementation="cupy_dma" known
+    dmt.register()  # registers attn_implementation="cupy_dma"
     config = DogeConfig(vocab_size=BYTES, hidden_size=args.width, intermediate_size=2 * args.width,
                         num_hidden_layers=args.layers, num_attention_heads=4, num_key_value_heads=2,
                         keep_window_size=args.window, max_position_embeddings=2**20, bos_token_id=None,
@@ -55,7 +54,8 @@ def train(model: Any, text: Tensor, args: argparse.Namespace) -> list[float]:
 
 
 def write(model: Any, prompt: str, tokens: int) -> str:
-    """Text after ``prompt`` in two calls on one cache, the first a tenth of it, with what each takes."""
+    """Generate text after ``prompt`` in two calls on one cache, the first for a tenth of it; returns time and memory of
+    each."""
     ids = torch.tensor([list(prompt.encode())], device=model.device)
     cache = dmt.DynamicMaskCache(model.config)
     for count in (tokens - tokens * 9 // 10, tokens * 9 // 10):

@@ -1,20 +1,20 @@
-"""Eviction policies of KV caches as exact masks: one pass over the sequence gives what the cache gave token by token.
+"""Eviction policies of KV caches as exact masks: one pass over the sequence equals decoding with the cache.
 
     python examples/eviction.py                     three policies, 600 tokens, anywhere
     python examples/eviction.py --length 2000 --budget 200
 
-A cache with room for ``budget`` keys must evict one at every step once it is full, and what it has evicted does not
-come back. So whatever the policy looks at, key ``j`` is visible from its own position to the step that evicted it: one
-interval, and ``IntervalMask.from_stop`` of the evictions is the mask under which attention over the whole sequence
-(for training, for a prompt, for an evaluation) equals generation with that cache.
+Once a cache with room for ``budget`` keys is full, it must evict one at every step, and evicted keys never come back.
+So with any policy, key ``j`` is visible in one interval, from its own position to the step that evicted it. Under the
+mask ``IntervalMask.from_stop`` of the evictions, attention over the whole sequence (for training, a prompt or an
+evaluation) equals generation with that cache.
 
-    h2o             the least total attention so far goes, apart from recent keys (Zhang et al., arXiv 2306.14048)
-    tova            the least attention of the present query goes (Oren et al., arXiv 2401.06104)
-    l2              the largest norm goes (Devoto et al., arXiv 2406.11430); where the newest key may go at once, too,
-                    that is IntervalMask.top_w(-norm, budget), and no cache has to be simulated
+    h2o             evicts the least total attention so far, except recent keys (Zhang et al., arXiv 2306.14048)
+    tova            evicts the least attention of the current query (Oren et al., arXiv 2401.06104)
+    l2              evicts the largest norm (Devoto et al., arXiv 2406.11430); if even the newest key may be evicted,
+                    this is IntervalMask.top_w(-norm, budget), without simulating a cache
     StreamingLLM    sinks(n, 4) | sliding_window(n, budget - 4) (Xiao et al., arXiv 2309.17453)
 
-``cupy_dma.policies`` has these and more for whole batches. The exit status is 1 if the two disagree.
+``cupy_dma.policies`` has these and more for whole batches. The exit status is 1 if mask and cache disagree.
 """
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ import numpy as np
 
 import cupy_dma as dma
 
-# weights (kept,): attention of the present query to the kept keys; totals (kept,): the sums of all weights that each
-# has had; kept (kept,): their numbers, oldest first; key (N, D). Returns which entry of kept goes.
+# weights (kept,): attention of the current query to the kept keys; totals (kept,): each key's sum of weights so far;
+# kept (kept,): positions of the kept keys, oldest first; key (N, D). Returns the entry of kept to evict.
 Policy = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], int]
 
 
@@ -52,8 +52,8 @@ POLICIES: dict[str, Policy] = {"h2o": h2o, "tova": tova, "l2": l2}
 
 def generate(query: np.ndarray, key: np.ndarray, value: np.ndarray, budget: int,
              policy: Policy) -> tuple[np.ndarray, np.ndarray]:
-    """One head, ``(N, D)`` each, token by token with a cache of ``budget`` keys: the outputs, and the first position
-    that does not see each key, ``(N,)``."""
+    """Decode one head, arrays ``(N, D)``, token by token with a cache of ``budget`` keys: the outputs, and for each key
+    the first position that does not see it, ``(N,)``."""
     n = len(query)
     stop, totals = np.full(n, n), np.zeros(n)
     out, kept = np.zeros(value.shape), np.zeros(0, int)
@@ -64,7 +64,7 @@ def generate(query: np.ndarray, key: np.ndarray, value: np.ndarray, budget: int,
         weights /= weights.sum()
         out[i] = weights @ value[kept]
         totals[kept] += weights
-        if len(kept) == budget:  # room for the next one
+        if len(kept) == budget:  # make room for the next key
             gone = policy(weights, totals[kept], kept, key)
             stop[kept[gone]] = i + 1
             kept = np.delete(kept, gone)
@@ -86,7 +86,7 @@ def main(arguments: list[str] | None = None) -> int:
     for name, policy in POLICIES.items():
         out, stop = generate(query, key, value, args.budget, policy)
         mask = dma.IntervalMask.from_stop(stop, window=args.budget)
-        # (B, N, H, D) of one head, and the whole sequence at once
+        # one head as (B, N, H, D), the whole sequence at once
         same = dma.attention(*(x[None, :, None] for x in (query, key, value)), mask=mask)[0, :, 0]
         error = float(abs(same - out).max())
         worst = max(worst, error)

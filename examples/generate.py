@@ -3,22 +3,22 @@
     python examples/generate.py                                  100,000 tokens on a GPU
     python examples/generate.py --tokens 200 --device cpu        a few, anywhere
 
-The model (``model.py``) is small and untrained. It writes nonsense, but which nonsense depends on the kept keys, since
-attention is sharp and contributes a lot.
+The model (``model.py``) is small and untrained. It writes nonsense, but attention is sharp and contributes a lot, so
+the text depends on the kept keys.
 
 Generation. Each layer has a ``DynamicCache``: ``window`` rows per kv head, however long the text gets. The prompt is
 processed as one chunk, then tokens follow one by one; on a GPU one CUDA graph of a step is replayed for all of them.
 Tokens are sampled by adding Gumbel noise to the logits. Rounding must not decide a token, or two computations of the
-same model would soon disagree on the text. So each token has DRAWS draws, and the draw whose best token leads by the
-largest margin is taken. Which one that is becomes part of the random numbers: it is recorded, and reused wherever the
-text is computed again.
+same model would soon disagree on the text. So each token has DRAWS draws of noise, and uses the draw whose best token
+leads by the largest margin. The choice is recorded and reused whenever the text is computed again.
 
-Comparison. Two computations without the cache, with the same weights and random numbers:
-1. free run: all keys and values are kept, and the best ``window`` are selected anew from all of them for every token.
-   The run reads only its own tokens. Its memory and time grow, so it stops after --free tokens.
-2. teacher forcing: one pass of the model over the generated text, up to --forced tokens of it, gives what it would have
-   written at each position.
-Every token must be the same, and memory must not have grown; otherwise the exit status is 1.
+Comparison. Two computations without the cache, with the same weights and random numbers: 1. free run: keeps all keys and values, and selects the best ``window`` of them from scratch for every token. The run
+   reads only its own tokens. Its memory and time grow, so it stops after --free tokens.
+2. teacher forcing: one pass of the model over the generated text, up to --forced tokens, gives the token that it would
+   have written at each position.
+
+Every token must be the same,
+and memory must not have grown; otherwise the exit status is 1.
 """
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from examples.model import BYTES, FullCache, Model
 
 PROMPT = b"Every query attends to the keys with the highest scores among those before it. "
 DRAWS = 16  # per token
-TABLES = 1021, 1019  # rows of two tables of random numbers, primes: sums of rows repeat after 1,040,399 draws
+TABLES = 1021, 1019  # sizes of two tables of random rows; both are primes, so sums of rows repeat after 1,040,399 draws
 
 
 class Sampler:
@@ -53,7 +53,7 @@ class Sampler:
         self.numbers = torch.arange(DRAWS, device=device)
 
     def rows(self, positions: Tensor, draws: Tensor) -> Tensor:
-        """Gumbel noise ``(n, BYTES)`` of these draws for the tokens at these positions."""
+        """Gumbel noise ``(n, BYTES)`` of the given draws at the given positions."""
         number = positions * DRAWS + draws
         first, second = (table[number % len(table)] for table in self.tables)
         uniform = ((first + second) % 1).clamp(1e-6, 1 - 1e-6)
@@ -126,7 +126,8 @@ def start(model: Model, pasts: list[Any], prompt: Tensor, count: int,
 
 
 def generate(model: Model, sampler: Sampler, prompt: Tensor, count: int, block: int) -> tuple[Tensor, Curve, int]:
-    """``count`` tokens after the prompt; time and memory; and the bytes of the caches."""
+    """Generate ``count`` tokens after the prompt; returns the text, time and memory, and the size of the caches in
+    bytes."""
     caches, cuda = model.caches(), prompt.is_cuda
     size = sum(cache.memory_bytes for cache in caches)
     text, step = start(model, caches, prompt, count, sampler.first)
@@ -138,7 +139,7 @@ def generate(model: Model, sampler: Sampler, prompt: Tensor, count: int, block: 
     side.wait_stream(torch.cuda.current_stream())
     warm = min(3, count - 1)
     with torch.cuda.stream(side):
-        for _ in range(warm):  # real tokens; kernels compile here
+        for _ in range(warm):  # generates real tokens and compiles kernels
             step()
     torch.cuda.current_stream().wait_stream(side)
     if warm == count - 1:
@@ -164,8 +165,8 @@ def free_run(model: Model, sampler: Sampler, prompt: Tensor, count: int, block: 
 
 
 def forced(model: Model, sampler: Sampler, tokens: Tensor, first: int) -> tuple[Tensor, float]:
-    """What the model would have written at each position of ``tokens`` from ``first`` on, given all tokens before
-    it, and the smallest lead of a token over the next best."""
+    """The token that the model would have written at each position of ``tokens`` from ``first`` on, given all earlier
+    tokens, and the smallest lead of a token over the next best."""
     positions = torch.arange(first, len(tokens), device=tokens.device)
     noisy = sampler.again(model(tokens[:-1])[first - 1:], positions)
     two = noisy.topk(2, dim=-1)

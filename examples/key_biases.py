@@ -1,16 +1,16 @@
-"""ALiBi and forgetting gates as key biases: biases of a query and a key that need one number per key.
+"""ALiBi and forgetting gates as key biases: biases per pair that need only one number per key.
 
     python examples/key_biases.py                   both, against the dense formula, anywhere
 
 A bias that splits into a part of the query and a part of the key, ``bias[i, j] = a[i] + b[j]``, needs only ``b``: ``a``
 is the same for all keys of a query, so the softmax cancels it. Then there is no ``(H, N, N)`` array, and the bias costs
-what scores cost. ``lse`` lacks ``a[i]``; the output and all gradients are the same.
+as much as scores. ``lse`` lacks ``a[i]``; the output and all gradients are the same.
 
     ALiBi              -slope[h] * (i - j)                b[j] = slope[h] * j        (Press et al., arXiv 2108.12409)
     forgetting gates   sum of log f[l] over j < l <= i    b[j] = -cumsum(log f)[j]   (Lin et al., arXiv 2503.02130)
 
-Both grow along the sequence, and float32 has 24 bits: beyond ``2**24 * 1e-3`` in size a bias is known to 1e-3 only.
-``alibi`` counts from the last key, so that the newest keys, which matter, have the smallest numbers.
+Both grow along the sequence, and float32 has 24 bits: biases beyond ``2**24 * 1e-3`` have errors of 1e-3. ``alibi``
+counts from the last key, so that the newest keys, which matter most, have the smallest biases.
 """
 from __future__ import annotations
 

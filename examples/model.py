@@ -17,7 +17,7 @@ import cupy_dma as dma
 from cupy_dma.torch import DynamicMaskAttention
 
 BYTES = 256
-ATTENTION = 1.5  # how sharp attention is, and how much it contributes
+ATTENTION = 1.5  # scale of the parameters: makes attention sharp and its contribution large
 WAVES = 32  # sines and cosines that encode a position
 
 
@@ -87,7 +87,7 @@ class Model(nn.Module):
 
 
 class FullCache:
-    """All keys and values of a layer; every query selects from all of them anew."""
+    """All keys and values of a layer; every query selects from all of them from scratch."""
 
     def __init__(self, layer: Layer, capacity: int):
         like, self.layer, self.length = layer.out.weight, layer, 0

@@ -1,15 +1,14 @@
-"""Reinforcement learning with a cache that drops keys: policy gradients of the function that sampled.
+"""Reinforcement learning with a cache that drops keys: exact policy gradients of the sampler.
 
-    python examples/replay.py                     seconds on a CPU, with a small Llama made on the spot
+    python examples/replay.py                     seconds on a CPU, with a small new Llama
     python examples/replay.py --capacity 2        fewer open keys: the model without the cache is further off
     python examples/replay.py --device cuda --batch 256 --tokens 200
 
-The sampler writes with a ``GatedCache`` whose ``--capacity`` bounds the open keys, so what it computes is not what the
-model by itself computes on the same text: its log-probabilities would be another policy's. Under ``replay`` one forward
-pass over all texts sees what the cache saw, token by token, and has the sampler's log-probabilities, with gradients.
-
-Tokens with an even number are rewarded. Each step samples, replays, and follows the gradient of REINFORCE,
-(reward - mean reward) * log p(token). The exit status is 1 if a replay does not have the sampler's log-probabilities.
+The sampler uses a ``GatedCache`` whose ``--capacity`` bounds the open keys, so its log-probabilities differ from those
+of the model without the cache on the same text. Under ``replay``, one forward pass over all texts sees the same keys as
+the cache did, token by token, and gives the sampler's log-probabilities, with gradients. Even tokens are rewarded. Each
+step samples, replays, and follows the gradient of REINFORCE, (reward - mean reward) * log p(token). The exit status is
+1 if a replay's log-probabilities differ from the sampler's.
 """
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ VOCABULARY = 64
 
 
 def build(args: argparse.Namespace) -> Any:
-    """A small Llama whose gates are closed for about half of the keys; in earnest ``cupy_dma.retrofit`` trains them."""
+    """A small Llama with random gates, about half of them closed; normally ``cupy_dma.retrofit`` trains gates."""
     config = LlamaConfig(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
                          num_attention_heads=4, num_key_value_heads=2, initializer_range=0.1, bos_token_id=None,
                          eos_token_id=None, pad_token_id=None)
@@ -44,7 +43,7 @@ def build(args: argparse.Namespace) -> Any:
 
 
 def sample(model: Any, prompt: Tensor, args: argparse.Namespace) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-    """Texts ``(B, prompt + tokens)``, the log-probabilities of what was sampled, and what the cache dropped."""
+    """Texts ``(B, prompt + tokens)``, log-probabilities of the sampled tokens, and the cache's evictions."""
     cache = dmt.GatedCache(model.config, capacity=args.capacity, record_stops=True)
     found = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=args.tokens, do_sample=True,
                            top_k=0, pad_token_id=0, output_logits=True, return_dict_in_generate=True,
@@ -53,7 +52,7 @@ def sample(model: Any, prompt: Tensor, args: argparse.Namespace) -> tuple[Tensor
 
 
 def chosen(logits: Tensor, text: Tensor) -> Tensor:
-    """Log-probabilities of the last tokens of ``text``, for whose places there are ``logits``."""
+    """Log-probabilities of the last tokens of ``text``, one for each of ``logits``."""
     return logits.log_softmax(-1).gather(2, text[:, -logits.shape[1]:, None])[..., 0]
 
 

@@ -1,11 +1,11 @@
 """Many requests on a few slots, in constant memory, each with the tokens that it would get alone.
 
-    python examples/serve.py                      seconds on a CPU, with a small Llama made on the spot
+    python examples/serve.py                      seconds on a CPU, with a small new Llama
     python examples/serve.py --device cuda --requests 200 --slots 32 --longest 20000 --window 512
 
-Requests of all lengths arrive while others are being answered; one is cancelled on the way. Every finished request is
-then generated alone, by ``model.generate``. The exit status is 1 if a token differs, or if the cache has grown. On a
-GPU attention multiplies float32 in TF32, whose roundings may decide between two tokens that are nearly as good.
+Requests of all lengths arrive while others run; one is cancelled. Every finished request is then generated alone, by
+``model.generate``. The exit status is 1 if a token differs, or if the cache has grown. On a GPU, attention multiplies
+float32 in TF32, whose roundings may decide between nearly equal tokens.
 """
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ VOCABULARY = 512
 
 
 def build(args: argparse.Namespace) -> Any:
-    """A small Llama whose random scores choose among the keys; in earnest they are trained."""
+    """A small Llama that selects keys by random scores; normally scores are trained."""
     config = LlamaConfig(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
                          num_attention_heads=4, num_key_value_heads=2, initializer_range=0.2, bos_token_id=None,
                          eos_token_id=None, pad_token_id=None, max_position_embeddings=2**20)
@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
     memory, began = batching.memory_bytes, time.perf_counter()
 
     def arrive() -> Any:
-        length = int(args.longest ** torch.rand(()).item())  # many short ones, a few long ones
+        length = int(args.longest ** torch.rand(()).item())  # many short texts, a few long ones
         return batching.submit(torch.randint(VOCABULARY, (length,)), args.tokens)
 
     requests = [arrive() for _ in range(args.requests // 2)]

@@ -1,8 +1,8 @@
-"""Train a small byte-level language model with DynamicMaskSelfAttention, save it, load it, and let it write.
+"""Train a small byte-level language model with DynamicMaskSelfAttention, save it, load it and generate text.
 
     python examples/train.py                          seconds on a CPU: it learns what English looks like, no more
     python examples/train.py --text book.txt --attention dense          the same model with attention to all bytes
-    python examples/train.py --resume model.pt        goes on where an interrupted run has saved its last checkpoint
+    python examples/train.py --resume model.pt        continues an interrupted run from its last checkpoint
     python examples/train.py --device cuda --steps 3000 --batch 32 --length 512 --layers 4 --width 256 --window 128
     torchrun --nproc_per_node 2 examples/train.py --context-parallel --length 65536 --batch 1   each piece over two GPUs
 
@@ -11,14 +11,14 @@ validation. A block is
 
     x += attention(norm(x)),  x += mlp(norm(x))
 
-Training sees whole pieces of text at once. For writing, every layer has a ``DynamicCache``: the prompt is one call,
-then each byte is one, in constant memory however long the text gets. With dense attention, which is there for
-comparison (``compare.py``), every byte takes a pass over the whole text.
+Training sees whole pieces of text at once. For generation, every layer has a ``DynamicCache``: one call for the prompt,
+then one per byte, in constant memory however long the text gets. With dense attention, included for comparison
+(``compare.py``), every byte takes a pass over the whole text.
 
-With ``--context-parallel`` every rank has the same pieces, computes on its shard of each, and sees ``window`` keys of
-what comes before it; the loss is that of one process.
+With ``--context-parallel`` every rank has the same pieces, computes its shard of each, and receives ``window`` keys
+from earlier shards; the loss is that of one process.
 
-What a run writes: ``--output``, the model with all that is needed to go on, and a picture of its losses beside it.
+A run writes ``--output``, the model with everything needed to resume, and a picture of its losses beside it.
 """
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ from cupy_dma.torch import DynamicMaskSelfAttention
 BYTES = 256
 KINDS = ("dynamic", "dense", "window")
 SIZES = ("layers", "width", "heads", "kv_heads", "window", "recent", "attention")
-FIXED = (*SIZES, "seed", "batch", "length", "steps", "rate", "text")  # when a run has begun
-SAVED = (*FIXED, "validate", "pieces", "save", "autocast", "compile")  # options that a checkpoint brings
+FIXED = (*SIZES, "seed", "batch", "length", "steps", "rate", "text")  # fixed once a run has started
+SAVED = (*FIXED, "validate", "pieces", "save", "autocast", "compile")  # options stored in a checkpoint
 HELD_OUT = 0.1  # of the text
 
 
@@ -66,9 +66,9 @@ class Block(nn.Module):
         self.attention = DynamicMaskSelfAttention(width, heads, kv_heads, window, qk_norm=True, form="linear", sinks=1,
                                                   recent=recent)
         self.mlp = nn.Sequential(nn.RMSNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-        if attention == "dense":  # last, so that all else begins with the same numbers
+        if attention == "dense":  # last, so that everything else starts with the same numbers
             self.attention.attention = DenseAttention()
-        elif attention == "window":  # A stays 0: every query sees the last keys
+        elif attention == "window":  # A stays 0: a sliding window
             self.attention.attention.requires_grad_(False)
 
     def forward(self, x: Tensor, cache: Any = None) -> Tensor:
@@ -86,8 +86,8 @@ class Model(nn.Module):
         self.head = nn.Sequential(nn.RMSNorm(width), nn.Linear(width, BYTES))
 
     def forward(self, tokens: Tensor, caches: list[Any] | None = None) -> Tensor:
-        """Logits ``(B, N, BYTES)`` of the byte after each of ``tokens (B, N)``; with caches, which are extended, after
-        all tokens that they have seen before."""
+        """Logits ``(B, N, BYTES)`` of the byte after each of ``tokens (B, N)``. With caches, which are extended,
+        ``tokens`` continue the text in them."""
         x = self.embed(tokens)
         for block, cache in zip(self.blocks, caches or [None] * len(self.blocks)):
             x = block(x, cache)
@@ -111,15 +111,14 @@ def optimizer_of(model: nn.Module, rate: float) -> torch.optim.Optimizer:
 
 
 class Run:
-    """A training run: the model, what it has learned from, and how far it is. ``group``: the ranks that share every
-    piece, of which the first saves."""
+    """A training run: model, data and progress. ``group``: the ranks that share every piece; the first one saves."""
 
     def __init__(self, args: argparse.Namespace, text: Tensor, group: Any = None):
         torch.manual_seed(args.seed)
         self.args, self.group, self.first = args, group, group is None or dist.get_rank(group) == 0
         self.model = Model(**{name: getattr(args, name) for name in SIZES}).to(args.device)
         self.optimizer = optimizer_of(self.model, args.rate)
-        self.pieces = torch.Generator().manual_seed(args.seed)  # draws them
+        self.pieces = torch.Generator().manual_seed(args.seed)  # draws pieces
         self.losses: list[float] = []  # of each step
         self.validation: list[tuple[int, float]] = []  # steps done, nats per byte
         held_out = max(args.length + 1, int(HELD_OUT * len(text)))
@@ -133,7 +132,7 @@ class Run:
             self.forward = DistributedDataParallel(self.forward, process_group=group)
 
     def loss_of(self, pieces: Tensor) -> Tensor:
-        """Mean cross-entropy in nats of every byte of ``pieces (B, N)`` but the first."""
+        """Mean cross-entropy in nats of every byte of ``pieces (B, N)`` except the first."""
         ids, targets = pieces[:, :-1], pieces[:, 1:]
         if self.group is not None:
             ids, targets = shard_sequence(ids, self.group), shard_sequence(targets, self.group)
@@ -144,7 +143,7 @@ class Run:
 
     def step(self) -> float:
         args, done = self.args, len(self.losses)
-        for group in self.optimizer.param_groups:  # warm up, then down to 0
+        for group in self.optimizer.param_groups:  # warm-up, then decay to 0
             group["lr"] = args.rate * min((done + 1) / 10, (1 + math.cos(math.pi * done / args.steps)) / 2)
         first = torch.randint(len(self.text) - args.length, (args.batch, 1), generator=self.pieces)
         self.optimizer.zero_grad()
@@ -155,7 +154,7 @@ class Run:
 
     @torch.no_grad()
     def validate(self) -> float:
-        """Mean loss of pieces that follow each other in the held-out text, of ``--pieces`` at most."""
+        """Mean loss of consecutive pieces of the held-out text, at most ``--pieces`` of them."""
         length, batch = self.args.length, self.args.batch
         count = min((len(self.held_out) - 1) // length, self.args.pieces)
         pieces = self.held_out[torch.arange(count)[:, None] * length + torch.arange(length + 1)]
@@ -163,7 +162,7 @@ class Run:
         return float(torch.stack(losses).sum()) / count
 
     def train(self) -> None:
-        """The steps that are still to do, with a checkpoint every ``--save`` of them."""
+        """Run the remaining steps, with a checkpoint every ``--save`` steps."""
         args = self.args
         bar = trange(len(self.losses), args.steps, initial=len(self.losses), total=args.steps, desc="training",
                      unit="step", disable=None if self.first else True)
@@ -191,7 +190,7 @@ class Run:
 
 
 def draw(path: Path, run: Run) -> None:
-    """The losses as a picture, where matplotlib is installed."""
+    """Plot the losses, if matplotlib is installed."""
     try:
         import matplotlib
     except ImportError:
@@ -228,7 +227,7 @@ def write(model: Model, prompt: Tensor, count: int, temperature: float) -> Tenso
 
 
 def save(path: Path, model: Model, sizes: dict[str, Any], run: dict[str, Any] | None = None) -> None:
-    """Whole or not at all: an interrupted run leaves the checkpoint before."""
+    """Save atomically: an interrupted run leaves the previous checkpoint."""
     new = path.with_name(path.name + ".new")
     torch.save({"sizes": sizes, "model": model.state_dict(), "run": run}, new)
     new.replace(path)
@@ -249,7 +248,7 @@ def text_of(parser: argparse.ArgumentParser, path: str) -> bytes:
 
 
 def parser_of(description: str, text: str) -> argparse.ArgumentParser:
-    """The options of a run, which learns from ``text`` unless it is given one."""
+    """The options of a run; ``text`` is the default text."""
     parser = argparse.ArgumentParser(description=description)
     for name, usual, meaning in (
             ("steps", 100, "training steps"), ("batch", 4, "pieces of text in a step"), ("length", 128, "bytes in a "
@@ -285,7 +284,7 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace, text: bytes
 
 
 def parsed(arguments: list[str] | None) -> tuple[argparse.Namespace, bytes, dict[str, Any] | None]:
-    """The options, the text, and the checkpoint to go on from. A checkpoint brings the options of its run."""
+    """The options, the text, and the checkpoint to resume from, which supplies the options of its run."""
     parser = parser_of((__doc__ or "").splitlines()[0], "the topics of help()")
     parser.add_argument("--attention", choices=KINDS, default="dynamic",
                         help="window: dynamic, but the scores learn nothing (default: %(default)s)")

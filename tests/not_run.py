@@ -1,6 +1,6 @@
-"""What a run says of the tests that it left out: details in its summary, and the count in capitals as its last line.
+"""Reports skipped tests: details in the summary of a run, and the count in capitals as its last line.
 
-pytest's own list of skips has a line for every place and reason, hundreds where torch is missing, and is left out.
+pytest's own list of skips has a line for every place and reason, hundreds without torch, and is not printed.
 """
 import re
 from collections import Counter, defaultdict
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import pytest
 
-# Reasons of skips that name what has to be installed, and its name.
+# Reasons of skips that name a missing package, and its name.
 _MISSING = ((r"could not import '(\w+)", r"\1"), (r"No module named '(\w+)", r"\1"), (r"CuPy is not installed", "cupy"),
             (r"needs a C\+\+ compiler", "g++"), (r"pip install ([\w-]+)", r"\1"))
 _NO_GPU = "needs a CUDA GPU"
@@ -17,7 +17,7 @@ SHOWN = 10  # other reasons
 
 
 def missing_package(reason: str) -> str | None:
-    """The package for want of which a test was skipped, if that is why."""
+    """The missing package because of which a test was skipped, or None."""
     for pattern, package in _MISSING:
         match = re.search(pattern, reason)
         if match:
@@ -26,7 +26,7 @@ def missing_package(reason: str) -> str | None:
 
 
 def summary(skipped: Iterable) -> tuple[list[str], str]:
-    """Lines of details and the last line, empty if nothing was skipped, of pytest's reports."""
+    """The details and the last line from pytest's reports; both empty if no test was skipped."""
     tests: Counter[str] = Counter()
     files: defaultdict[str, set[str]] = defaultdict(set)
     others: Counter[str] = Counter()
@@ -67,7 +67,7 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.write_line("make test TORCH=... names what pip installs as torch", yellow=True)
 
 
-@pytest.hookimpl(hookwrapper=True, tryfirst=True)  # around pytest's own, which ends with the numbers of the run
+@pytest.hookimpl(hookwrapper=True, tryfirst=True)  # after pytest's own summary
 def pytest_sessionfinish(session):
     yield
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")

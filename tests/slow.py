@@ -1,15 +1,15 @@
-"""Which tests ``make test`` leaves to ``make test-all``: they get the marker ``slow``. And which of these that leaves
-to ``make test-rare``: they get the marker ``rare``, too.
+"""Marks tests that only ``make test-all`` runs as ``slow``, and those of them that only ``make test-rare`` runs also as
+``rare``.
 
-``make test`` has to find in minutes what a change breaks. Most of the time goes into compiling kernels, for the
-emulator with g++ and for GPUs with NVRTC, so of the long grids over kernels it runs a fixed choice, the same on every
-machine: a share of the cases of each test function, those with the smallest checksums of their names. Tests whose
-cases differ in what they look at choose for themselves, with ``pytest.mark.slow`` beside the case. Mutations are those
-of kernel files that differ from the last commit (``CUPY_DMA_BASE`` names another), and of what includes these. The
-emulator's tests of single properties (``OF_KERNELS``) are left out unless kernels or the CUDA backend differ from it.
+``make test`` must find in minutes what a change breaks. Most of the time goes into compiling kernels, for the emulator
+with g++ and for GPUs with NVRTC. It therefore runs only a share of the long grids over kernels: for each test function,
+the cases with the smallest checksums of their names, the same on every machine. Tests whose cases cover different
+things mark single cases with ``pytest.mark.slow``. Mutations run for kernel files that differ from the last commit
+(``CUPY_DMA_BASE`` names another), and for files that include them. The emulator's tests of single properties
+(``OF_KERNELS``) run only if kernels or the CUDA backend differ from that commit.
 
-``make test-all`` should take about an hour on two cores, so of the largest grids it runs a share, too. ``make
-test-gpu`` runs all their cases on a GPU; ``make test-rare`` runs the rest here, for changes of kernels.
+``make test-all`` should take about an hour on two cores, so it also runs only a share of the largest grids. ``make
+test-gpu`` runs all their cases on a GPU; ``make test-rare`` runs the rest on a CPU, for changes of kernels.
 ``CUPY_DMA_SLOW_SHARE=2/4`` runs the second quarter of the slow tests: continuous integration takes the next quarter
 with each commit.
 """
@@ -26,8 +26,8 @@ from pathlib import Path
 import pytest
 
 FAULTS = "tests/emulator/mutations/test_mutations.py::test_faults_are_caught"
-# Node id without parameters -> of how many cases make test runs one (at least one of each function; None: no case).
-# The first pattern that fits counts.
+# Node id without parameters -> n: make test runs one of n cases (at least one of each function; None: no case). The
+# first matching pattern counts.
 SHARES: dict[str, int | None] = {
     "tests/emulator/mutations/*::test_sound_kernels_pass": None,  # 5 to 20 s each
     FAULTS: None,  # see above
@@ -59,7 +59,7 @@ OF_KERNELS = tuple(f"tests/emulator/tests/test_{name}.py::*" for name in (
     "bias_delay", "call_keys", "documents", "hidden_keys", "lifetimes", "numerics", "residues", "scales",
     "several_tokens", "sm90", "sm90_backward", "sm90_stored", "strides_and_reuse"))
 
-# The same for make test-all.
+# The same for ``make test-all``.
 SHARES_OF_ALL: dict[str, int | None] = {
     "tests/emulator/tests/test_*ward.py::test_*_grid": 2,
     "tests/emulator/tests/test_*ward.py::test_tiles_of_smaller_gpus": 2,
@@ -80,7 +80,7 @@ CUDA = KERNELS.parent / "cupy_dma" / "backends" / "cuda"
 
 
 def changed_files(folder: Path) -> set[str]:
-    """Files of a folder that have changed; none where there is no git."""
+    """Files of a folder that have changed; none without git."""
     command = ["git", "diff", "--name-only", "--relative", os.environ.get("CUPY_DMA_BASE", "HEAD"), "--", "."]
     try:
         return set(subprocess.run(command, cwd=folder, capture_output=True, text=True).stdout.split())
@@ -96,7 +96,7 @@ def changed_kernels() -> set[str]:
 
 
 def including(changed: set[str], texts: dict[str, str]) -> set[str]:
-    """The files, and all whose texts include one of them, directly or not."""
+    """The files, and all files that include one of them, directly or indirectly."""
     includes = {name: set(re.findall(r'#include "([^"]+)"', text)) for name, text in texts.items()}
     while more := {name for name, others in includes.items() if others & changed} - changed:
         changed = changed | more

@@ -55,14 +55,14 @@ def peers(stage: str) -> tuple[tuple[str, Cell], ...]:
 
 FORWARD = Table((
     ("N, heads, head dim, window", label), *peers("attention"), ("attention", ms(OURS, "lists+attention")),
-    ("all stages", ms(OURS, "total")), ("against cuDNN", against(("cudnn", "attention"), (OURS, "total"))),
+    ("all stages", ms(OURS, "total")), ("speedup over cuDNN", against(("cudnn", "attention"), (OURS, "total"))),
     ("extra memory", bytes_of("total"))))
 BACKWARD = Table((
     ("N, heads, head dim, window", label), *peers("backward"), ("backward", ms(OURS, "backward")),
     ("with lists", ms(OURS, "backward+lists")),
-    ("against cuDNN", against(("cudnn", "backward"), (OURS, "backward+lists"))),
+    ("speedup over cuDNN", against(("cudnn", "backward"), (OURS, "backward+lists"))),
     ("forward and backward", ms(OURS, "forward+backward")),
-    ("against cuDNN", against(("cudnn", "forward+backward"), (OURS, "forward+backward"))),
+    ("speedup over cuDNN", against(("cudnn", "forward+backward"), (OURS, "forward+backward"))),
     ("extra memory", bytes_of("forward+backward"))))
 
 
@@ -177,19 +177,19 @@ def goals(result: Entry) -> list[Entry]:
 
     original = of_set(result, "original")
     full = [case for case in original if case["key_length"] > case["window"]]
-    add("step, 1 sequence, 2/1 heads, D 64, w 1024, longest of all histories", us(full, "step w1024"), STEP_US, "µs")
-    add("the same as a graph replay, between GPU events, nothing in the L2 cache", us(full, "step w1024", "cold_ms"),
+    add("step, 1 sequence, 2/1 heads, D 64, w 1024, slowest over all histories", us(full, "step w1024"), STEP_US, "µs")
+    add("the same as a graph replay with a cold L2 cache, GPU time", us(full, "step w1024", "cold_ms"),
         REPLAY_US, "µs")
-    add("the same, replays queued", us(full, "step w1024 replay", "queued_ms"), REPLAY_US, "µs")
-    add("the same, from the call to the end of the wait for it", us(full, "step w1024 replay"), REPLAY_US, "µs")
+    add("the same, per replay when many are queued", us(full, "step w1024 replay", "queued_ms"), REPLAY_US, "µs")
+    add("the same, wall time until the result is ready", us(full, "step w1024 replay"), REPLAY_US, "µs")
     add("stateless, 1 query, 512K keys, with selection",
         us([case for case in original if case["key_length"] == 524288], "stateless"), STATELESS_US, "µs")
-    add("step, batch 32, 16/8 heads, D 128, w 2048, part of the copy bandwidth",
+    add("step, batch 32, 16/8 heads, D 128, w 2048, share of the copy bandwidth",
         (bandwidth(result, case) for case in serving(32, 16)), BANDWIDTH, "", least=True)
     long = serving(8, 32, 131072)
-    add("step, batch 8, 32/8 heads, D 128, w 2048, times as fast as SDPA over 128K", map(speedup, long), SPEEDUP, "×",
+    add("step, batch 8, 32/8 heads, D 128, w 2048, speedup over SDPA, 128K keys", map(speedup, long), SPEEDUP, "×",
         least=True)
-    add("its keys and values, part of those of the history",
+    add("the same, size of kept keys and values relative to the history",
         (part / history_bytes(case) for case in long if (part := of_step(case, "kept_bytes"))), MEMORY, "")
     return found
 
@@ -208,12 +208,12 @@ def us_of(who: str, stage: str) -> Cell:
 ORIGINAL = Table((
     ("1 query, keys", lambda case: length(case["key_length"])), ("all keys: cuDNN", us_of("cudnn", "dense")),
     ("FlashAttention", us_of("flash", "dense")), ("masked SDPA", us_of("masked", "attention")),
-    ("with its mask built", us_of("masked+build", "attention")), ("FlexAttention", us_of("flex", "attention")),
+    ("masked SDPA, mask built", us_of("masked+build", "attention")), ("FlexAttention", us_of("flex", "attention")),
     ("stateless", us_of(OURS, "stateless")), ("interval mask given", us_of(OURS, "prepared")),
     ("cache step", us_of(OURS, "step w{window}")), ("replay, end to end", us_of(OURS, "step w{window} replay"))),
     words=0)
-GOALS = Table((("what", lambda goal: goal["name"]), ("found", lambda goal: goal_number(goal, goal["found"])),
-               ("wanted", lambda goal: f"{'≥' if goal['least'] else '≤'} {goal_number(goal, goal['limit'])}")))
+GOALS = Table((("goal", lambda goal: goal["name"]), ("measured", lambda goal: goal_number(goal, goal["found"])),
+               ("limit", lambda goal: f"{'≥' if goal['least'] else '≤'} {goal_number(goal, goal['limit'])}")))
 
 
 def decode_table(result: Entry) -> str:
@@ -225,16 +225,16 @@ def decode_table(result: Entry) -> str:
         ("batch, heads, history",
          lambda case: f"{case['batch']}, {case['heads']}/{case['kv_heads']}, {length(case['key_length'])}"),
         ("SDPA over all keys", lambda case: microseconds(dense_ms(case))),
-        ("its memory", lambda case: size(history_bytes(case))),
+        ("SDPA memory", lambda case: size(history_bytes(case))),
         ("step, half the window", lambda case: microseconds(of_step(case, parts=2))),
-        ("step", lambda case: microseconds(of_step(case))), ("of copy bandwidth", of_copy),
-        ("times as fast", lambda case: times(speedup(case))),
-        ("memory of the cache", lambda case: size(of_step(case, "cache_bytes")))))
+        ("step", lambda case: microseconds(of_step(case))), ("share of copy bandwidth", of_copy),
+        ("speedup over SDPA", lambda case: times(speedup(case))),
+        ("cache memory", lambda case: size(of_step(case, "cache_bytes")))))
     copy = f"; copy bandwidth {result['copy_tb_s']:.2f} TB/s"
     words = (f"Microseconds, medians, bfloat16, independent scores, on one "
              f"{machine(result, 'CUDA', 'torch', 'CuPy', more=copy)}. First table: batch 1, 2/1 heads, D 64, w 1024; "
              f"second: D 128, w 2048 and its half. *Stateless* includes the selection; *end to end* is the wall time "
-             f"of a replayed step and the wait for it ({result['empty_replay_us']:.1f} for one tiny kernel); the "
+             f"of a replayed step until its result is ready ({result['empty_replay_us']:.1f} for one tiny kernel); the "
              f"others are GPU times. *SDPA over all keys* is the faster of cuDNN and FlashAttention. Every output was "
              f"checked against float64 in the same run. All numbers and the method: {WHERE}")
     tables = ORIGINAL.of(of_set(result, "original")), serving.of(of_set(result, "serving")), GOALS.of(goals(result))
@@ -291,20 +291,20 @@ def ratios(result: Entry) -> list[Entry]:
     stages = "forward", "backward"
     for case in of_set(result, "random"):
         for stage in stages:
-            add(f"half visible, dense bias, {stage}, against FlexAttention", of(case, stage), of(case, stage, "flex"),
-                FLEX)
+            add(f"half visible, dense bias, {stage}, relative to FlexAttention",
+                of(case, stage), of(case, stage, "flex"), FLEX)
     for name, words, limit in (("blocks", "1/8 of the tiles visible", BLOCKS),
                                ("columns", "1/16 of the keys", COLUMNS)):
         for case in of_set(result, name):
             for shape in ("shared", "per head"):
                 for stage in stages:
-                    add(f"{words}, mask {shape}, {stage}, against all visible",
+                    add(f"{words}, mask {shape}, {stage}, relative to all visible",
                         of(case, f"{stage} sparse, {shape}"), of(case, f"{stage} full, {shape}"), limit)
     for case in of_set(result, "interval"):
         read = of(case, "read", "torch")
         for stage in stages:
             plain = of(case, f"{stage} interval")
-            add(f"top-w mask as a dense boolean, {stage}, against intervals and a read of the mask",
+            add(f"top-w mask as a dense boolean, {stage}, relative to intervals and one read of the mask",
                 of(case, f"{stage} dense"), None if plain is None or read is None else plain + read, INTERVAL)
     for name in ("causal", "top-w"):
         for case in of_set(result, f"varlen {name}"):
@@ -313,12 +313,12 @@ def ratios(result: Entry) -> list[Entry]:
                 other = of(case, f"{stage} equal, batch")
                 if other is not None and pairs and equal:
                     other *= pairs / equal
-                add(f"{name}, 64 unequal sequences, {stage}, against equal ones, per pair",
+                add(f"{name}, 64 unequal sequences, {stage}, relative to equal ones, per pair",
                     of(case, f"{stage} unequal"), other, VARLEN)
     for case in of_set(result, "plain"):
         for words in ("all keys", "causal"):
             for more, limit, other_words in (("", PLAIN, ""), (", bias of keys and softcap", CAPPED, " without these")):
-                add(f"D {case['head_dim']}, N {case['key_length']}, {words}{more}, forward, against "
+                add(f"D {case['head_dim']}, N {case['key_length']}, {words}{more}, forward, relative to "
                     f"cuDNN{other_words}", of(case, f"forward {words}{more}"), of(case, f"forward {words}", "cudnn"),
                     limit)
     return found
@@ -328,13 +328,13 @@ def ratio_words(goal: Entry) -> str:
     return "–" if goal["ratio"] is None else f"{goal['ratio']:.2f}"
 
 
-RATIOS = Table((("what", lambda goal: goal["name"]), ("ours, ms", lambda goal: milliseconds(goal["ours"])),
-                ("against, ms", lambda goal: milliseconds(goal["other"])), ("ratio", ratio_words),
-                ("wanted", lambda goal: f"≤ {goal['limit']:.2f}")))
+RATIOS = Table((("case", lambda goal: goal["name"]), ("ours, ms", lambda goal: milliseconds(goal["ours"])),
+                ("peer, ms", lambda goal: milliseconds(goal["other"])), ("ratio", ratio_words),
+                ("goal", lambda goal: f"≤ {goal['limit']:.2f}")))
 
 
 def dense_table(result: Entry) -> str:
-    return (f"{RATIOS.of(ratios(result))}\n\nMedians, bfloat16, 16/8 heads, D 128 and N 8192 unless told (varlen: 64 "
+    return (f"{RATIOS.of(ratios(result))}\n\nMedians, bfloat16, 16/8 heads, D 128 and N 8192 unless stated (varlen: 64 "
             f"sequences of 100 to 8000 tokens), on one {machine(result, 'CUDA', 'torch', 'CuPy')}. Our times include "
             f"packing a dense mask; FlexAttention's exclude building its block mask. Every output was checked against "
             f"float64 in the same run. All numbers and the method: {WHERE}")
@@ -387,8 +387,8 @@ def intervals_table(result: Entry) -> str:
         ("cuDNN backward", lambda case: milliseconds(other(case, "backward"))),
         ("cuDNN both", lambda case: milliseconds(other(case, "forward+backward"))),
         ("Flex backward", ms("flex", "backward")), ("Flex both", ms("flex", "forward+backward")),
-        ("backward, times cuDNN", faster("backward")), ("both, times cuDNN", faster("forward+backward")),
-        ("allowed", allowed)))
+        ("backward, speedup over cuDNN", faster("backward")), ("both, speedup over cuDNN", faster("forward+backward")),
+        ("possible speedup", allowed)))
     return (f"{table.of(result['cases'])}\n\nMilliseconds, medians, batch 1, 16/8 heads, bfloat16, on one "
             f"{machine(result)}; masks and method: `python -m benchmarks intervals --help`. All gradients were checked "
             f"against float64 in the same run.")
@@ -406,7 +406,7 @@ def portable_table(result: Entry) -> str:
 
     table = markdown(["N, head dim, mask", "", "FlashAttention, ms", "227 KiB", "163 KiB (A100)", "99 KiB (RTX)"],
                      rows(), words=2).replace("|  |", "| |", 1)
-    return (f"{table}\n\nHow many times as fast as dense causal FlashAttention-2 the portable kernels are, 16/8 heads, "
+    return (f"{table}\n\nSpeedup of the portable kernels over dense causal FlashAttention-2, 16/8 heads, "
             f"bfloat16, on one {result['device']} with the occupancy of other cards, {result['date'][:10]}: see "
             f"`python -m benchmarks portable --help`. All gradients were checked against float64 in the same run.")
 

@@ -91,13 +91,13 @@ def training_table(result: Entry) -> str:
     table = Table((
         ("model, tokens per sequence, mode", lambda case: f"{NAMES[case[0][0]]}, {length(case[0][1])}, {case[0][2]}"),
         ("cupy_dma", of(speed, "dma")), ("dense SDPA", of(speed, "sdpa")), ("FlexAttention", of(speed, "flex")),
-        ("against dense", lambda case: faster(case[1].get("sdpa"), case[1].get("dma"))),
+        ("speedup over dense", lambda case: faster(case[1].get("sdpa"), case[1].get("dma"))),
         ("attention, cupy_dma", of(share, "dma")), ("attention, dense", of(share, "sdpa")),
         ("memory, cupy_dma", of(memory, "dma")), ("memory, dense", of(memory, "sdpa"))))
     by = sorted({row["note"] for row in result["rows"] if row["peer"] == "sdpa" and is_right(row)})
     return (f"{table.of(by_peer(result, 'model', 'length', 'mode').items())}\n\nThousands of tokens per second in "
             f"training steps (forward, backward, AdamW), medians, bfloat16, w 1024; memory: the peak in GiB, model and "
-            f"optimizer included; *attention*: its part of the step. On one {machine(result, 'CUDA', 'torch', 'CuPy')}"
+            f"optimizer included; *attention*: its share of the step. On one {machine(result, 'CUDA', 'torch', 'CuPy')}"
             f"; dense by {' or '.join(by) or 'nothing'}. {WHERE}, `python -m benchmarks training`.")
 
 
@@ -143,14 +143,14 @@ def ranks_table(result: Entry) -> str:
     table = Table((
         ("tokens, pass", lambda case: f"{length(case[0][0])}, {case[0][1]}"), ("several GPUs", ms("ours")),
         ("with copies", ms("copies")), ("one GPU", ms("one")), ("ring attention", ms("ring")),
-        ("over one GPU", over("one")), ("over ring", over("ring")),
+        ("speedup over one GPU", over("one")), ("over ring", over("ring")),
         ("received, MiB", lambda case: received(case[1].get("ours")))))
     sizes, versions = result["arguments"], result["versions"]
     return (f"{table.of(by_peer(result, 'length', 'pass').items())}\n\nMilliseconds of a call, medians, on "
             f"{max(row['ranks'] for row in result['rows'])} x {result['device']} (CUDA "
             f"{versions.get('torch_cuda', '?')}, torch {versions.get('torch', '?')}), bfloat16, "
             f"{sizes['heads']}/{sizes['kv_heads']} heads, D {sizes['head_dim']}, w {sizes['window']}, "
-            f"{result['date'][:10]}. *received*: by a rank from others in a call. {WHERE}, "
+            f"{result['date'][:10]}. *received*: what a rank gets from others in a call. {WHERE}, "
             f"`python -m benchmarks context_parallel`.")
 
 
@@ -179,8 +179,8 @@ def cpu_table(result: Entry) -> str:
     peers = (("SDPA", "sdpa"), ("all BLAS threads", "all BLAS threads"), ("cupy_dma", "cupy_dma"))
     table = Table((("batch, N, heads, head dim, window", lambda case: f"{case['batch']}, {label(case)}"),
                    *((title, lambda case, who=who: milliseconds(of(who)(case))) for title, who in peers),
-                   ("times as fast", gain("ms")), ("of the fastest turns", gain("fastest_ms")),
-                   ("wanted", lambda case: f"≥ {times(CPU_WANTED[case['set']])}")))
+                   ("speedup", gain("ms")), ("speedup, fastest turns", gain("fastest_ms")),
+                   ("goal", lambda case: f"≥ {times(CPU_WANTED[case['set']])}")))
     pools = ", ".join(f"{found['internal_api']} {found['num_threads']}" for found in result["thread_pools"])
     versions = result["versions"]
     return (f"{table.of(result['cases'])}\n\nMilliseconds, medians, {result['cores']} cores, threads: torch "
@@ -199,7 +199,7 @@ def jax_table(result: Entry) -> str:
          f"{size['head_dim']}, w {size['window']}: jax", f"{ours:.2f} ms"],
         ["the same in torch", f"{theirs:.2f} ms ({ours / theirs:.2f} times)"],
         ["host time of a warm jitted call, 256 tokens", f"{next(host):.0f} us"],
-        ["of `jit(query + 1)`", f"{next(host):.0f} us"]]).replace("|  |  |", "| | |", 1)
+        ["the same for `jit(query + 1)`", f"{next(host):.0f} us"]]).replace("|  |  |", "| | |", 1)
     return (f"{table}\n\nbfloat16, medians, one {result['device']}, jax {result['jax']}, torch "
             f"{result['versions'].get('torch')}, {result['date'][:10]}; `python -m benchmarks jax_steps`.")
 
@@ -220,8 +220,8 @@ def transformers_table(result: Entry) -> str:
             found.append([part + " (CUDA graph)" * name.endswith("graph"), str(n), cell(own), *map(cell, others),
                           *(times(ratio(other and other["ms"], own and own["ms"])) for other in others),
                           size(part, own), size(part, others[0])])
-    table = markdown(["", "tokens", "cupy_dma", "sdpa", "eager", "against sdpa", "against eager", "memory", "sdpa's"],
-                     found).replace("|  |", "| |", 1)
+    table = markdown(["", "tokens", "cupy_dma", "sdpa", "eager", "speedup over sdpa", "over eager", "memory",
+                      "sdpa memory"], found).replace("|  |", "| |", 1)
     return (f"{table}\n\nMilliseconds, medians (decode: of one token; its memory is the cache's), bfloat16, on one "
             f"{result['device']}, torch {result['versions'].get('torch')}, transformers\n{result['transformers']}, "
             f"{result['date'][:10]}.")
@@ -247,7 +247,7 @@ def serve_table(result: Entry) -> str:
 
     table = Table((
         ("", lambda row: SERVED[row["peer"]][0]), ("tokens per second", cell(
-            lambda row: f"{row['tokens_per_second']:.0f}")), ("cupy_dma is faster", cell(gain)),
+            lambda row: f"{row['tokens_per_second']:.0f}")), ("speedup of cupy_dma", cell(gain)),
         ("time per token, p50", cell(lambda row: milliseconds(row["ms"]))),
         ("p99", cell(lambda row: milliseconds(row["p99_ms"]))),
         ("first token, p50", cell(lambda row: f"{row['first_s'][0]:.1f} s")),

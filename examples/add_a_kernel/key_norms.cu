@@ -1,4 +1,4 @@
-// Scores by the length of keys: a short key attracts much attention, so it ranks high.
+// Scores by the norm of keys: keys with a small norm attract much attention, so they rank high.
 //
 //     score[b, h, j] = -sqrt(sum_d key[b, j, h, d]^2)
 //
@@ -20,7 +20,7 @@ struct NormParams {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS) key_norms(const NormParams p) {
-    wait_for_earlier_kernels();  // key may be the result of the kernel before
+    wait_for_earlier_kernels();  // the previous kernel may write key
     const int lane = threadIdx.x % 32;
     const long long row = static_cast<long long>(blockIdx.x) * (THREADS / 32) + threadIdx.x / 32;
     if (row >= p.rows) return;  // whole warps: no lane misses the shuffles below

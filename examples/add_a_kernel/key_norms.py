@@ -1,4 +1,4 @@
-"""Scores from the lengths of keys, as a function of this library: the example of docs/add-a-kernel.md.
+"""Scores from the norms of keys, as a function of this library: the example of docs/add-a-kernel.md.
 
     python examples/add_a_kernel/key_norms.py       on a GPU or, without one, on the CPU emulator of this checkout
 """
@@ -42,7 +42,7 @@ class NormConfig(jit.Config):
     head_dim: int
     threads: int = THREADS
 
-    def text(self) -> str:  # only here, where the file is not in kernels/
+    def text(self) -> str:  # needed only because the file is not in kernels/
         return self.prelude() + jit.inlined(SOURCE.name, SOURCE.read_text())
 
 
@@ -65,7 +65,7 @@ def key_norms(build: Builder, key: Operand) -> Array:
 # ---- the public function: api.py ------------------------------------------------------------------------------------
 
 def key_norm_scores(key: Any, *, backend: str | None = None) -> Any:
-    """Minus the length of each key: float32 scores ``(B, Hkv, Lk)`` of ``key (B, Lk, Hkv, D)``.
+    """The negative norm of each key: float32 scores ``(B, Hkv, Lk)`` of ``key (B, Lk, Hkv, D)``.
 
     Raises
     ------
@@ -89,7 +89,7 @@ def on_numpy(key: Operand) -> Any:
 
 
 def register() -> None:
-    """What backends/cuda/backend.py and the __init__.py of cuda and numpy say themselves."""
+    """Add the lines that backends/cuda/backend.py and the __init__.py of cuda and numpy would contain."""
     from cupy_dma.backends import cuda, numpy
     from cupy_dma.backends.cuda.backend import Backend
 

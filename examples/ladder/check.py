@@ -1,4 +1,4 @@
-"""What every step of the ladder shares: its inputs, its clock, and the comparison with the step before.
+"""Code shared by the steps of the ladder: inputs, a clock, and the comparison with the previous step.
 
 All steps compute the same function of one head, ``attention(q, k, v, score, w) -> out``:
 
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 Attention = Callable[[Any, Any, Any, Any, int], Any]
-ALLOWED = 1e-5  # difference of two steps that add float32 in another order; outputs are of size 1
+ALLOWED = 1e-5  # allowed difference between steps, which sum float32 in different orders; outputs are about 1
 
 
 def inputs(n: int, d: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -27,7 +27,7 @@ def inputs(n: int, d: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarr
 
 
 def main(attention: Attention, before: Attention | None, arguments: list[str] | None = None) -> int:
-    """Run a step and the one before on the same inputs; 1 if their outputs differ."""
+    """Run a step and the previous one on the same inputs; returns 1 if their outputs differ."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--length", type=int, default=400, help="tokens (default: %(default)s)")
     parser.add_argument("--window", type=int, default=64, help="keys kept per query (default: %(default)s)")

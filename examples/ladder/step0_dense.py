@@ -16,7 +16,7 @@ def attention(q, k, v, score, w):
     n, d = q.shape
     visible = np.zeros((n, n), bool)
     for i in range(n):
-        ranked = sorted(range(i + 1), key=lambda j: (score[j], j))  # of equal scores the newest is higher
+        ranked = sorted(range(i + 1), key=lambda j: (score[j], j))  # among equal scores the newest ranks higher
         visible[i, ranked[-w:]] = True
     s = np.where(visible, q @ k.T / d**0.5 + score, -np.inf)
     p = np.exp(s - s.max(1, keepdims=True))

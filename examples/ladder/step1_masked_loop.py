@@ -3,8 +3,8 @@
     python examples/ladder/step1_masked_loop.py
 
 New: the row of logits is never stored. ``m`` is the largest logit so far, ``l`` the sum of ``exp(s - m)``, ``o`` the
-sum of ``exp(s - m) * v``; when a larger logit comes, both sums are rescaled. This is what FlashAttention does, one
-key at a time. Products are O(N * w) now, but the ranking is still done anew for every query.
+sum of ``exp(s - m) * v``; when a larger logit comes, both sums are rescaled. This is what FlashAttention does, one key
+at a time. Products are O(N * w) now, but every query still ranks all keys from scratch.
 """
 from __future__ import annotations
 

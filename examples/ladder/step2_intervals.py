@@ -16,7 +16,7 @@ import numpy as np
 
 
 def stops(score, w):
-    """int32 ``(N,)``: the first query that does not see key j any more; j itself if none ever does."""
+    """int32 ``(N,)``: the first query that no longer sees key j; j itself if no query sees it."""
     n = len(score)
     stop, kept = np.full(n, n, np.int32), []  # kept: a heap of (score, j), the lowest-ranked first
     for j in range(n):

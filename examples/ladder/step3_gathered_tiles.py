@@ -3,8 +3,8 @@
     python examples/ladder/step3_gathered_tiles.py
 
 New: consecutive queries see nearly the same keys, about w + BLOCK_M of them together. A tile gathers these rows once,
-and everything becomes products of matrices, which is what hardware is fast at. Only the keys that enter or leave within
-the tile need the mask. Keys come in blocks of BLOCK_N, with the online softmax of step 1 on whole rows.
+and all work becomes matrix products, at which hardware is fast. Only keys that enter or leave within the tile need the
+mask. Keys come in blocks of BLOCK_N, with the online softmax of step 1 on whole rows.
 """
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if __name__ == "__main__":
 
 from examples.ladder.step2_intervals import stops
 
-BLOCK_M, BLOCK_N = 64, 32  # queries of a tile, keys of a block
+BLOCK_M, BLOCK_N = 64, 32  # queries per tile, keys per block
 
 
 def key_list(stop, first, last):
@@ -39,7 +39,7 @@ def attention(q, k, v, score, w):
             s = q[rows[:, 0]] @ k[j].T / d**0.5 + score[j]  # (M, N)
             s = np.where((j <= rows) & (rows < stop[j]), s, -np.inf)
             top = np.maximum(m, s.max(1, keepdims=True))
-            reference = np.where(np.isfinite(top), top, 0)  # a row that has seen no key yet
+            reference = np.where(np.isfinite(top), top, 0)  # 0 for rows that have seen no key yet
             rescale, p = np.exp(m - reference), np.exp(s - reference)
             m, l, o = top, l * rescale + p.sum(1, keepdims=True), o * rescale + p @ v[j]
         out[rows[:, 0]] = o / l

@@ -2,17 +2,18 @@
 //
 //     s_ij = scale * q_i . k_j + score_j;   out_i = sum_j exp(s_ij - m_i) v_j / sum_j exp(s_ij - m_i)
 //
-// over the keys j of the tile's list with j <= i < stop_j. A CTA owns a tile of BLOCK_M consecutive queries, a thread
-// one of them: its q, o, m and l are in registers. The CTA gathers BLOCK_N keys and values at a time into shared memory,
-// where all its threads read the same element at the same time. Options: D, BLOCK_M (threads of the CTA), BLOCK_N.
+// over the keys j of the tile's list with j <= i < stop_j. A CTA owns a tile of BLOCK_M consecutive queries, and a
+// thread one of them, with q, o, m and l in registers. The CTA gathers BLOCK_N keys and values at a time into shared
+// memory, where all its threads read the same element at the same time. Options: D, BLOCK_M (threads of the CTA),
+// BLOCK_N.
 
 struct Params {
     const float* q;      // (N, D)
     const float* k;      // (N, D)
     const float* v;      // (N, D)
     const float* score;  // (N)
-    const int* stop;     // (N): the first query that does not see the key any more
-    const int* keys;     // the key lists of all tiles, one behind the other
+    const int* stop;     // (N): the first query that no longer sees the key
+    const int* keys;     // the concatenated key lists of all tiles
     const int* first;    // (tiles + 1): where each tile's list begins
     float* out;          // (N, D)
     int n;
@@ -34,7 +35,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_M) attention(const Params p) 
     const int end = p.first[blockIdx.x + 1];
     for (int begin = p.first[blockIdx.x]; begin < end; begin += BLOCK_N) {
         const int count = min(BLOCK_N, end - begin);
-        __syncthreads();  // all threads are done with the block ahead
+        __syncthreads();  // all threads are done with the previous block
         for (int e = threadIdx.x; e < count * D; e += BLOCK_M) {  // neighbouring threads read neighbouring elements
             const long long row = p.keys[begin + e / D];
             k_block[e / D][e % D] = p.k[row * D + e % D];
@@ -45,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_M) attention(const Params p) 
             stop[c] = p.stop[key[c]];
             score[c] = p.score[key[c]];
         }
-        __syncthreads();  // the block is there
+        __syncthreads();  // the block is in shared memory
 
         for (int c = 0; c < count; ++c) {
             if (i >= p.n || i < key[c] || i >= stop[c]) continue;  // the mask: two integers per key

@@ -4,9 +4,9 @@
     python examples/ladder/step4_kernel.py --length 16384 --window 1024 --head-dim 64     on a GPU
 
 New: a CTA per tile, a thread per query, keys and values gathered into shared memory. ``cupy_dma.jit`` compiles the
-source, reads its parameter struct and launches it. The emulator checks every access of every thread on the way.
+source, reads its parameter struct and launches it. The emulator also checks every access of every thread.
 
-On a GPU the library's own kernel is timed beside it, and the last lines say what that one does besides.
+On a GPU the script also times the library's own kernel, and the last lines say what that kernel does in addition.
 """
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def kernel(d):
 
 
 def lists(stop):
-    """The key lists of all tiles, int32, one behind the other, and where each begins ``(tiles + 1)``."""
+    """The concatenated key lists of all tiles, int32, and the start of each, ``(tiles + 1)``."""
     n = len(stop)
     found = [key_list(stop, first, min(first + BLOCK_M, n) - 1) for first in range(0, n, BLOCK_M)]
     return np.concatenate(found).astype(np.int32), np.cumsum([0, *map(len, found)]).astype(np.int32)
@@ -74,7 +74,7 @@ def attention(q, k, v, score, w):
 
 
 def compare(n, w, d):
-    """How many times as fast the library's own kernels are on this GPU, with their key lists; bfloat16."""
+    """The speedup of the library's own kernels on this GPU, including their key lists; bfloat16."""
     import cupy
     import ml_dtypes
     from cupyx.profiler import benchmark

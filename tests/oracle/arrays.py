@@ -1,4 +1,4 @@
-"""Arrays of any library as those of NumPy."""
+"""Converts arrays of any library to NumPy."""
 from typing import Any
 
 import numpy as np

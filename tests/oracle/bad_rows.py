@@ -1,4 +1,4 @@
-"""Rows of keys and values with numbers that are not finite: they reach the queries that see them, and no others."""
+"""Non-finite rows of keys and values: they reach only the queries that see them."""
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ def problem(kind: str, name: str, bad: float, dtype: str = "float16", n: int = 1
     dirty = {part: array.copy() for part, array in clean.items()}
     dirty[name][0, where, 0, 5] = bad
     scores = rng.standard_normal((1, heads[1], n)).astype(np.float32)
-    scores[0, 0, where] = 1.2  # kept for a while only
+    scores[0, 0, where] = 1.2  # kept only for a while
     mask: Any = {"causal": lambda: dma.IntervalMask.causal(n), "window": lambda: dma.IntervalMask.sliding_window(n, 30),
                  "top_w": lambda: dma.IntervalMask.top_w(scores, n * 2 // 15),
                  "dense": lambda: rng.random((1, heads[1], n, n)) < 0.3}[kind]()
@@ -27,7 +27,7 @@ def problem(kind: str, name: str, bad: float, dtype: str = "float16", n: int = 1
 
 def check(kind: str, name: str, bad: float, convert: Any = np.asarray,
           backend: str | None = None, **sizes: Any) -> None:
-    """The output of other queries, and of the other kv heads, does not change by a bit."""
+    """Outputs of other queries, and of other kv heads, keep all their bits."""
     dirty, clean, mask, sees = problem(kind, name, bad, **sizes)
     assert sees.any() and not sees.all()
     mask = convert(mask) if kind == "dense" else mask.to(convert(np.zeros(1, np.float32)))

@@ -1,9 +1,9 @@
 """Attention and its gradients, element by element, in float64.
 
-A bound for a whole tensor, or for a norm over it, hides a single wrong pair of query and key. Here every element has a
-bound of its own, from the terms it is the sum of: a factor of each term (P or dX) is rounded once to the type of the
+A bound for a whole tensor, or for a norm over it, hides a single wrong pair of query and key. Here every element has
+its own bound, derived from the terms of its sum: a factor of each term (P or dX) is rounded once to the type of the
 inputs, the result is rounded once, and specification section 12 allows gradients three times that. Unlike
-``reference.py`` this is vectorised, so it serves sweeps over hundreds of shapes.
+``reference.py`` this is vectorised, so it can check hundreds of shapes.
 """
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ FLOAT32_ROUNDINGS = 64  # of sums and logits that stay in float32, relative to t
 
 
 class Bounded(NamedTuple):
-    """What an array must be, and how far each of its elements may be from that."""
+    """The expected array, and how far each of its elements may be off."""
 
     exact: np.ndarray
     bound: np.ndarray
@@ -32,8 +32,8 @@ class Bounded(NamedTuple):
 
 
 class Problem:
-    """Arrays ``(B, L, heads, D)`` and ``seen``, bool, and ``bias`` that broadcast to ``(B, H, Lq, Lk)``, either may be
-    per kv head; a bias may have the three axes of a key bias."""
+    """Arrays ``(B, L, heads, D)``; ``seen`` (bool) and ``bias`` broadcast to ``(B, H, Lq, Lk)`` and may be per kv head;
+    a bias may have the three axes of a key bias."""
 
     def __init__(self, query: Any, key: Any, value: Any, seen: Any = None, bias: Any = None, causal: bool = False,
                  scale: float | None = None, softcap: float = 0.0):
@@ -63,7 +63,7 @@ class Problem:
         return np.repeat(x, self.heads // x.shape[1], axis=1)
 
     def _bounded(self, exact: np.ndarray, terms: np.ndarray, factors: np.ndarray, roundings: int = 3) -> Bounded:
-        """``terms``: the sum of their absolute values. ``factors``: that of what roundings near 0 are multiplied by."""
+        """``terms``: the sum of absolute terms. ``factors``: the sum of the factors that multiply roundings near 0."""
         unit = reference.one_rounding(1.0, self.kind)
         tiny = reference.one_rounding(0.0, self.kind)
         return Bounded(*(x.swapaxes(1, 2) for x in (
@@ -81,7 +81,7 @@ class Problem:
             expected.check(found, name)
 
     def gradients(self, dout: Any, out: Any, dlse: Any = None) -> dict[str, Bounded]:
-        """Those of ``query``, ``key``, ``value`` and a bias, if there is one, from ``out`` as it is given."""
+        """Gradients of ``query``, ``key``, ``value`` and a bias, if there is one, from the given ``out``."""
         do, o = self._by_head(dout), self._by_head(out)
         own = 0.0 if dlse is None else np.asarray(dlse, np.float64)[..., None]
         p, v, q, k = self.p, self.v, self.q, self.k
@@ -102,7 +102,7 @@ class Problem:
         return found
 
     def check_gradients(self, found: Any, dout: Any, out: Any, dlse: Any = None) -> None:
-        """``found``: ``AttentionGradients``; None is not looked at."""
+        """``found``: ``AttentionGradients``; a gradient of None is not checked."""
         for name, expected in self.gradients(dout, out, dlse).items():
             if getattr(found, name) is not None:
                 expected.check(getattr(found, name), f"d{name}")

@@ -1,5 +1,5 @@
-"""Histories for the decode cache: random tokens, the oracle's answer for all of them, and a cache that is fed with them
-in pieces. One copy for NumPy, torch, CuPy and the emulator (``convert`` as the fixture of that name has it)."""
+"""Histories for the decode cache: random tokens, the oracle's results for all of them, and a cache that gets them in
+pieces. Shared by NumPy, torch, CuPy and the emulator (``convert`` is the fixture of that name)."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
@@ -39,7 +39,7 @@ def draw_scores(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> 
 
 @dataclass(frozen=True)
 class History:
-    """``length`` tokens of ``batch`` sequences, and what a cache is to keep of them."""
+    """``length`` tokens of ``batch`` sequences, and which of them a cache must keep."""
 
     length: int = 40
     batch: int = 2
@@ -97,12 +97,12 @@ class History:
 
     @property
     def call(self) -> dict[str, Any]:
-        """What ``extend`` takes of this kind of cache alone."""
+        """Arguments of ``extend`` that only this kind of cache takes."""
         return {"bias_delay": self.bias_delay}
 
     def run(self, cache: dma.DynamicCache, lengths: Iterable[int], convert: Any = np.asarray,
             begin: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """``extend`` by pieces of these lengths, from token ``begin`` on: out and lse of all of them."""
+        """Call ``extend`` with pieces of these lengths from token ``begin`` on; returns out and lse of all tokens."""
         found = []
         for n in lengths:
             results = cache.extend(*self.tokens(begin, begin + n, convert), scale=self.scale, softcap=self.softcap,
@@ -113,7 +113,7 @@ class History:
         return np.concatenate(outs, 1), np.concatenate(lses, 2)
 
     def oracle(self, *, tf32: bool = False) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Of out and lse: the reference and the plain computation of the same precision."""
+        """For out and for lse: the reference and the plain same-precision computation."""
         x, size = self.data, max(self.head_dim, self.value_dim or self.head_dim)
         wide = [np.concatenate((x[name], np.zeros((*x[name].shape[:3], size - x[name].shape[3]), x[name].dtype)), 3)
                 for name in ("query", "key", "value")]
@@ -124,7 +124,7 @@ class History:
         return [tuple(part[..., :dv] for part in pairs[0]), pairs[1]]  # type: ignore[list-item]
 
     def check(self, out: np.ndarray, lse: np.ndarray, *, begin: int = 0, tf32: bool = False) -> None:
-        """Section 12 for the tokens from ``begin`` on, and that the types are right."""
+        """Check section 12 for the tokens from ``begin`` on, and the types."""
         (ref, plain), (ref_lse, plain_lse) = self.oracle(tf32=tf32)
         end = begin + out.shape[1]
         assert out.dtype == numpy_dtype(self.dtype)
@@ -133,7 +133,7 @@ class History:
         reference.assert_matches_reference(lse, ref_lse[:, :, begin:end], plain_lse[:, :, begin:end], lse.dtype)
 
     def check_kept(self, cache: dma.DynamicCache, last: int | None = None) -> None:
-        """The cache keeps what the token ``last`` sees, integers and scores."""
+        """Check that the cache keeps exactly the keys that token ``last`` sees, with their scores."""
         last = self.length - 1 if last is None else last
         rows = widest(self.window) + self.sinks + self.recent
         positions, scores = (host(x) for x in cache.kept())
@@ -149,7 +149,7 @@ class History:
 
 
 def stored(rows: np.ndarray, storage: str) -> np.ndarray:
-    """The rows that a cache with this ``storage`` reads in place of these; it reads them as they are."""
+    """The rows rounded as a cache with this ``storage`` reads them; rounding them again changes nothing."""
     library, found = library_named("numpy"), rows
     for _ in range(8):
         before, found = found, fake_quantized(library, found, storage, rows.dtype.name)
@@ -159,7 +159,7 @@ def stored(rows: np.ndarray, storage: str) -> np.ndarray:
 
 
 def packed(arrays: list[np.ndarray], lengths: Iterable[int], behind: int = 0) -> tuple[list[np.ndarray], np.ndarray]:
-    """Padded query, key, value and scores as packed ones, with ``behind`` NaN tokens at the end; cu_seqlens."""
+    """Pack padded query, key, value and scores, with ``behind`` NaN tokens at the end; also returns cu_seqlens."""
     lengths = list(lengths)
     bounds = np.cumsum([0, *lengths]).astype(np.int32)
 

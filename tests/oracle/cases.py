@@ -1,4 +1,4 @@
-"""The grid: what is computed, with which shapes, types, strides, masks and biases, forward and backward.
+"""The grid of cases, forward and backward: shapes, types, strides, masks and biases.
 
 One list for all backends and libraries: ``run(case, convert)`` builds the inputs from the case's seed, hands each
 contiguous NumPy array to ``convert`` (for example ``cupy.asarray``) and makes the strided views afterwards, so that
@@ -39,15 +39,15 @@ class Case:
     softcap: float = 0.0
     scale: float | None = None
     layout: str = "bshd"  # bshd bhsd head_slice length_slice wide every_other
-    # not in the repr, from which inputs are drawn
+    # not in the repr, which seeds the inputs
     value_dim: int | None = field(default=None, repr=False)
     sinks: str | None = field(default=None, repr=False)  # their type
     bias_delay: int = field(default=0, repr=False)
-    extremes: bool = field(default=False, repr=False)  # -inf and 30 among the bias, NaN where no query adds it
+    extremes: bool = field(default=False, repr=False)  # -inf and 30 in the bias, NaN where no query adds it
 
     @property
     def is_dense(self) -> bool:
-        """Needs a dense mask or a bias with a query axis, which not every backend serves."""
+        """Whether the case has a dense mask or a bias with a query axis, which not every backend supports."""
         return "dense" in self.mask or self.bias.startswith(("full", "row"))
 
     def axes(self, letters: str) -> tuple[int, ...]:
@@ -71,7 +71,7 @@ def _grid() -> list[Case]:
     cases += [Case(f"lengths-{lq}x{lk}-{mask}", query_length=lq, key_length=lk, mask=mask, dtype="float16")
               for lq, lk in ((0, 0), (0, 5), (5, 0), (1, 1), (1, 70), (70, 1), (33, 129), (129, 33), (300, 300))
               for mask in ("none", "causal", "top_w", "global")]
-    # On Hopper the first query that sees the second tile of keys is no multiple of 64, nor of what is left behind it.
+    # On Hopper neither the first query that sees the second tile of keys nor the rest after it is a multiple of 64.
     cases += [Case(f"lengths-130x180-causal-D{size}", query_length=130, key_length=180, mask="causal", head_dim=size)
               for size in (64, 128)]
     cases += [Case(f"mask-{mask}", mask=mask, heads=4, kv_heads=2)
@@ -84,7 +84,7 @@ def _grid() -> list[Case]:
               for bias in ("none", "key", "key_per_head", "key_shared", "full", "full_per_head", "row")
               for mask in ("none", "top_w")]
     cases += [Case(f"softcap-{bias}", softcap=3.0, bias=bias, scale=1.0) for bias in ("none", "key", "full")]
-    # On Hopper logits below half the cap go another way: above in few blocks, here in some and in all.
+    # On Hopper logits below half of the cap use a polynomial: above in few blocks, here in some and in all.
     cases += [Case(f"softcap-{cap}-{bias}", softcap=cap, bias=bias, scale=1.0, dtype="float16")
               for cap in (40.0, 60.0) for bias in ("none", "key")]
     cases += [Case("scale", scale=0.7), Case("scale-zero", scale=0.0), Case("scale-negative", scale=-0.3),
@@ -93,7 +93,7 @@ def _grid() -> list[Case]:
     cases += [Case(f"layout-{layout}", layout=layout, heads=4, kv_heads=2, dtype="float16")
               for layout in ("bhsd", "head_slice", "length_slice", "wide", "every_other")]
     cases += [Case(f"window-{w}", window=w) for w in (1, 2, 69, 70, 1000)]
-    # More queries than keys: rows that see nothing but the sink.
+    # More queries than keys: some rows see only the sink.
     cases += [Case(f"sinks-{mask}-{dtype}", mask=mask, dtype=dtype, query_length=75, heads=4, kv_heads=2, sinks=sinks,
                    softcap=softcap, bias=bias)
               for mask, dtype, sinks, softcap, bias in (
@@ -133,7 +133,7 @@ def _grid() -> list[Case]:
               Case("dense-columns-shared", mask="dense_columns:1", bias="none", causal=True, dtype="float16", **few),
               Case("dense-columns-full", mask="dense_columns:h", bias="full=1hqk", softcap=2.0, batch=1, **few),
               Case("dense-columns-top_w", mask="top_w+dense_columns:g", bias="full=b1qk", batch=1, **few)]
-    # float32, which the tensor cores take as TF32, through whatever depends on the type of the elements.
+    # float32, which tensor cores read as TF32, through all code that depends on the element type.
     cases += [replace(case, name=f"float32-{case.name}", dtype="float32") for case in cases if case.name in (
         "heads-6/2-top_w", "heads-4/2-causal", "lengths-1x70-top_w", "lengths-33x129-causal", "lengths-129x33-top_w",
         "lengths-300x300-causal", "lengths-300x300-top_w", "mask-none", "mask-window", "mask-documents", "mask-global",
@@ -163,7 +163,7 @@ def _drawn(case: Case) -> dict[str, np.ndarray]:
 
     dv = d if case.value_dim is None else case.value_dim
     data = {"query": normal(b, lq, h, d), "key": normal(b, n, g, d), "value": normal(b, n, g, dv)}
-    # Few distinct values: ties are part of every case.
+    # Few distinct values, so every case has ties.
     data["scores"] = (rng.integers(-8, 8, (b, g, n)) / 4).astype(np.float32)
     bias_shape = {"key": (b, g, n), "key_per_head": (b, h, n), "key_shared": (1, 1, n), "full": (b, g, lq, n),
                   "full_per_head": (b, h, lq, n), "row": (1, h, lq, 1)}.get(case.bias)
@@ -295,7 +295,7 @@ def _laid_out(x: np.ndarray, layout: str, convert: Callable[[np.ndarray], Any]) 
         "wide": ((b, n, h, d + 8), (slice(None),) * 3 + (slice(0, d),)),
         "every_other": ((b, 2 * n, h, d), (slice(None), slice(0, 2 * n, 2))),
     }[layout]
-    base = np.full(shape, np.nan, x.dtype)  # what lies between the rows must not matter
+    base = np.full(shape, np.nan, x.dtype)  # gaps between rows must not matter
     base[view] = x
     return convert(base)[view]
 
@@ -310,7 +310,7 @@ def arguments(case: Case, convert: Callable[[np.ndarray], Any]) -> tuple[list[An
 
 
 def delay_of(case: Any) -> dict[str, int]:
-    """The delay of the bias as a named argument, where there is one."""
+    """The delay of the bias as a keyword argument, if there is one."""
     return {"bias_delay": case.bias_delay} if case.bias_delay else {}
 
 
@@ -338,9 +338,10 @@ def _oracle_arguments(case: Case) -> tuple[Any, ...]:
 
 
 def check(case: Case, out: np.ndarray, lse: np.ndarray, *, tf32: bool = False) -> None:
-    """Section 12 for ``out``; ``lse`` is kept in float32 by every backend, so a few of its roundings are allowed.
+    """Check section 12 for ``out``; every backend keeps ``lse`` in float32, so a few float32 roundings are allowed for
+    it.
 
-    ``tf32``: the backend multiplies float32 by tensor cores.
+    ``tf32``: the backend multiplies float32 on tensor cores.
     """
     kinds = numpy_dtype(case.dtype), np.float64 if case.dtype == "float64" else np.float32
     for found, kind, (ref, plain, _) in zip((host(out), host(lse)), kinds, expected(case, tf32=tf32).values()):
@@ -351,8 +352,8 @@ def check(case: Case, out: np.ndarray, lse: np.ndarray, *, tf32: bool = False) -
 @cache
 def expected_gradients(case: Case, *, with_dlse: bool = False,
                        tf32: bool = False) -> dict[str, tuple[np.ndarray, np.ndarray, float]]:
-    """The oracle's answer, the plain same-precision computation and the size of the terms, by name; "bias" only with
-    a bias. Kept, for several files check the same cases: not to be changed."""
+    """The oracle's gradients, the plain same-precision computation and the size of the terms, by name; "bias" only with
+    a bias. Cached, because several files check the same cases: do not modify them."""
     data = _drawn(case)
     arguments = (data["dout"], *_oracle_arguments(case), data["dlse"] if with_dlse else None, data.get("sink_logits"),
                  case.bias_delay)
@@ -364,8 +365,8 @@ def expected_gradients(case: Case, *, with_dlse: bool = False,
 
 
 def check_backward(case: Case, gradients: Any, *, with_dlse: bool = False, tf32: bool = False) -> None:
-    """Section 12 for arrays ``(dquery, dkey, dvalue, dbias)``, ``sink_logits`` an item or attribute; None is not
-    looked at, except that the gradient of a bias that is not there must be None. ``tf32``: as for ``check``."""
+    """Check section 12 for arrays ``(dquery, dkey, dvalue, dbias)``; ``sink_logits`` is an item or attribute. A
+    gradient of None is not checked, but without a bias its gradient must be None. ``tf32``: as for ``check``."""
     data = _drawn(case)
     assert "bias" in data or gradients[3] is None
     given = dict(zip(("query", "key", "value", "bias", "sink_logits"), gradients))
@@ -381,7 +382,7 @@ def check_backward(case: Case, gradients: Any, *, with_dlse: bool = False, tf32:
 
 
 def expected(case: Case, **options: Any) -> dict[str, tuple[np.ndarray, np.ndarray, float]]:
-    """The oracle's ``out`` and ``lse`` and the plain same-precision computation, as ``expected_gradients`` has them.
+    """The oracle's ``out`` and ``lse`` and the plain same-precision computation, in the form of ``expected_gradients``.
     ``options`` go to the plain computation."""
     arguments = _oracle_arguments(case)
     sinks = _drawn(case).get("sink_logits")

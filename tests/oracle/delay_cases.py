@@ -2,8 +2,8 @@
 ``check``, ``run_backward`` and ``check_backward`` of ``tests/oracle/cases.py``, ``PACKED`` and ``PAGES`` by those of
 ``varlen_cases.py``.
 
-Delays end before, in and behind a block of 64 keys, with the window, and around the length. In ``extremes`` some keys
-have a bias of -inf or 30, which must be left out for near queries, and those that are far from no query have a NaN.
+Delays end before, in and after a block of 64 keys, with the window, and around the length. In ``extremes`` some keys
+have a bias of -inf or 30, which must not apply to near queries, and keys whose bias applies to no query have a NaN.
 """
 from typing import Any
 
@@ -42,7 +42,7 @@ CASES = [
     _case("sinks", 40, sinks="float32"), _case("value-dim", 40, value_dim=24),
     _case("every key alike", 40, bias="full=b111", extremes=False),
 ]
-# names of a few, for where a case takes long
+# names of a few cases, for slow tests
 FEW = ("delay-1-causal-float16", "delay-65-top_w-bfloat16", "delay-150-causal-float16",
        "delay-65-survivors+dense=1gqk", "delay-64-130x300-none", "delay-64-150x70-survivors",
        "delay-20-key_per_head-6/2", "delay-1-softcap-survivors", "delay-40-scale-0.3",

@@ -1,4 +1,4 @@
-"""Keys that a bias of -inf hides, with NaN and infinities: they change nothing; rows that see no others are empty."""
+"""Keys hidden by a bias of -inf, with NaN and infinities, change nothing; rows with only such keys give 0."""
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,7 +29,7 @@ FEW = [Case(f"few-{mask}", mask, query_length=2, key_length=600) for mask in ("n
 
 def run(case: Case, convert: Any = np.asarray, back: Any = np.asarray, forward: str | None = None,
         **options: Any) -> None:
-    """Forward and backward of the case, checked. ``forward``: the backend of the forward, if it is another one."""
+    """Run and check forward and backward of the case. ``forward``: the backend of the forward, if different."""
     rng = np.random.default_rng(7)
     heads, lq, lk = 4, case.query_length, case.key_length
     q, k, v, dout = (rng.standard_normal((1, n, h, case.head_dim)).astype(case.dtype)

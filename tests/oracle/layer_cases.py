@@ -1,4 +1,4 @@
-"""What ``DynamicMaskAttention`` computes, from the oracle, on whichever backend and device the layer has."""
+"""Checks ``DynamicMaskAttention`` against the oracle, on any backend and device."""
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,8 @@ def numbers(x: torch.Tensor) -> np.ndarray:
 
 
 def kept(scores: np.ndarray, layer: DynamicMaskAttention, real: np.ndarray, document: np.ndarray) -> np.ndarray:
-    """bool ``(B, Hkv, N, N)`` by the definition: which keys each position sees, from ``real`` and ``document (B, N)``,
-    the number of each key's document."""
+    """bool ``(B, Hkv, N, N)`` by the definition: which keys each position sees. ``real (B, N)``: not padding;
+    ``document (B, N)``: the number of each key's document."""
     found = np.zeros((*scores.shape, scores.shape[-1]), bool)
     for b, g, p in np.ndindex(scores.shape):
         own = [j for j in range(scores.shape[-1]) if real[b, j] and document[b, j] == document[b, p]]
@@ -30,8 +30,8 @@ def kept(scores: np.ndarray, layer: DynamicMaskAttention, real: np.ndarray, docu
 
 def problem(layer: DynamicMaskAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, real: Any = None,
             document: Any = None, x: Any = None) -> tuple[list[np.ndarray], dict[str, Any]]:
-    """The oracle's arguments: query, key and value, and the options with the mask and the scores. ``x``: what these are
-    of, with ``scores="input"``."""
+    """The oracle's arguments: query, key and value, and options with the mask and the scores. ``x``: the input from
+    which ``scores="input"`` computes scores."""
     project = layer.dt_proj if x is None else layer.score_proj
     bias = None if project.bias is None else numbers(project.bias)
     if x is None:
@@ -48,28 +48,29 @@ def problem(layer: DynamicMaskAttention, q: torch.Tensor, k: torch.Tensor, v: to
 
 
 def check(out: torch.Tensor, given: tuple[list[np.ndarray], dict[str, Any]]) -> None:
-    """Section 12 for the output of a ``problem``."""
+    """Check section 12 for the output of a ``problem``."""
     reference.check_attention(numbers(out), *given[0], **given[1])
 
 
 def check_gradients(dout: torch.Tensor, dq: torch.Tensor, dk: torch.Tensor,
                     given: tuple[list[np.ndarray], dict[str, Any]]) -> None:
-    """Section 12 for the gradients of query and key."""
+    """Check section 12 for the gradients of query and key."""
     reference.check_attention_gradients(map(numbers, (dq, dk)), numbers(dout), *given[0], **given[1])
 
 
-N = 200  # longer than a tile's list of keys, so that tiles have lists of their own
+N = 200  # longer than a tile's list of keys, so that each tile has its own list
 REAL = (torch.arange(N) >= torch.tensor([[9], [0]])) & (torch.arange(N) != 40)
 DOCUMENT = (torch.arange(N) >= 41).long() + (torch.arange(N) >= 42).long()
 BESIDES = (0, 0), (2, 3), (20, 30)  # sinks and recent
-INPUTS: dict[str, dict[str, torch.Tensor]] = {  # how a batch of two sequences is given
+INPUTS: dict[str, dict[str, torch.Tensor]] = {  # ways to pass a batch of two sequences
     "plain": {}, "padding": {"padding": REAL}, "documents": {"documents": DOCUMENT.expand(2, N)},
     "both": {"padding": REAL, "documents": DOCUMENT.expand(2, N)},
     "packed": {"cu_seqlens": torch.tensor([0, 41, 42, N])}}
 
 
 def check_layer(layer: DynamicMaskAttention, how: str, device: Any = "cpu") -> None:
-    """Forward, gradients of query and key, and for ``"plain"`` decoding, of a bfloat16 layer with random scores."""
+    """Check forward, gradients of query and key, and for ``"plain"`` decoding, of a bfloat16 layer with random
+    scores."""
     torch.nn.init.normal_(layer.A)
     heads, size = 2 * layer.kv_heads, layer.head_dim
     q, k, v = (torch.randn(2, N, h, size, dtype=torch.bfloat16, device=device).requires_grad_()

@@ -1,4 +1,4 @@
-"""Masks without a bound, by how long their keys live."""
+"""Masks without a bound, named by the lifetimes of their keys."""
 from collections.abc import Iterator
 
 import numpy as np

@@ -1,8 +1,8 @@
 """The oracle: float64, dense, slow and obvious, straight from sections 1 to 6, 12 and 16 of the specification.
 
-Written independently of the backends: selection ranks the candidates of every position anew, attention walks over the
-queries and touches visible keys only. Letters: ``B`` batch, ``H`` heads, ``Hkv`` kv heads, ``Lq``, ``Lk`` lengths,
-``D`` head dim; query ``i`` stands at position ``p_i = i + Lk - Lq``.
+Written independently of the backends: selection ranks the candidates of every position from scratch, and attention
+loops over queries and reads only visible keys. Letters: ``B`` batch, ``H`` heads, ``Hkv`` kv heads, ``Lq``, ``Lk``
+lengths, ``D`` head dim; query ``i`` is at position ``p_i = i + Lk - Lq``.
 """
 import math
 from typing import Any
@@ -41,7 +41,7 @@ def _ranks(scores) -> list[tuple[bool, float, int]]:
 
 
 def document_numbers(documents, key_length: int) -> np.ndarray:
-    """Number of the document of every key, ``(1|B, Lk)``, from cumulative lengths ``(n + 1,)`` or ids ``(B, Lk)``."""
+    """The number of every key's document, ``(1|B, Lk)``, from cumulative lengths ``(n + 1,)`` or ids ``(B, Lk)``."""
     documents = np.asarray(documents)
     if documents.ndim == 1:
         row = [n for n in range(len(documents) - 1) for _ in range(documents[n + 1] - documents[n])]
@@ -102,7 +102,8 @@ def prefix_stop(scores, window, padding=None, document=None) -> np.ndarray:
 
 # ---- attention ----
 def visible_pairs(shape, dense_mask=None, causal=False) -> np.ndarray:
-    """bool ``(B, H, Lq, Lk)`` of a mask ``(1|B, 1|Hkv|H, 1|Lq, 1|Lk)``, cut by causality if asked."""
+    """Visible pairs, bool ``(B, H, Lq, Lk)``, of a mask ``(1|B, 1|Hkv|H, 1|Lq, 1|Lk)``, and of causality if
+    requested."""
     lq, lk = shape[2:]
     seen = np.ones(shape, bool) if dense_mask is None else per_head(np.asarray(dense_mask), shape)
     if causal:
@@ -111,7 +112,7 @@ def visible_pairs(shape, dense_mask=None, causal=False) -> np.ndarray:
 
 
 def per_head(array, shape) -> np.ndarray:
-    """``({1|B}, {1|Hkv|H}, {1|Lq}, {1|Lk})``, or a key bias of three axes, as ``(B, H, Lq, Lk)``."""
+    """Broadcast ``({1|B}, {1|Hkv|H}, {1|Lq}, {1|Lk})``, or a key bias of three axes, to ``(B, H, Lq, Lk)``."""
     array = array[:, :, None] if array.ndim == 3 else array
     if 1 < array.shape[1] < shape[1]:
         array = np.repeat(array, shape[1] // array.shape[1], axis=1)
@@ -119,13 +120,13 @@ def per_head(array, shape) -> np.ndarray:
 
 
 def far_pairs(lq, lk, bias_delay=0) -> np.ndarray:
-    """bool ``(Lq, Lk)``: the pairs that a delayed bias is added to, section 16; without a delay all pairs."""
+    """bool ``(Lq, Lk)``: the pairs to which a delayed bias applies (section 16); without a delay, all pairs."""
     distance = np.arange(lq)[:, None] + lk - lq - np.arange(lk)
     return (distance >= bias_delay) | (bias_delay == 0)
 
 
 def _seen_and_added(shape, dense_mask, bias, causal, bias_delay) -> tuple[np.ndarray, np.ndarray | None]:
-    """Which pairs count, and what is added to their logits, each ``(B, H, Lq, Lk)``."""
+    """The visible pairs and what is added to their logits, both ``(B, H, Lq, Lk)``."""
     seen = visible_pairs(shape, dense_mask, causal)
     if bias is None:
         return seen, None
@@ -159,9 +160,9 @@ def same_precision_attention(query, key, value, dense_mask=None, bias=None, caus
     """The plain same-precision computation of section 12: accumulated in float32, probabilities rounded to the type of
     the input before the second product, the output rounded to it (float64 for float64).
 
-    ``tf32``: float32 inputs are multiplied by tensor cores. What section 12 says of 16-bit types then holds with TF32
-    instead of the type: the factors of both products, query and key as well as probabilities and value, have to be
-    rounded to it once, to nearest. Nothing else is: sums, softmax and output are float32.
+    ``tf32``: float32 inputs are multiplied on tensor cores. Section 12 for 16-bit types then applies with TF32: the
+    factors of both products (query and key, probabilities and value) are rounded to TF32 once, to nearest. Sums,
+    softmax and output are float32.
     """
     kind = np.asarray(query).dtype
     wide = np.float64 if kind == np.float64 else np.float32
@@ -194,7 +195,7 @@ def _softmax_rows(query, key, value, dense_mask, bias, causal, scale, softcap, s
                         s = s + added[b, h, i, js].astype(wide)
                     m = np.append(s, sinks[h]).max()
                     if m == -np.inf:
-                        continue  # sees nothing, or nothing with any weight: out 0, lse -inf
+                        continue  # no visible key, or none with any weight: out 0, lse -inf
                     p = np.exp(s - m)
                     total = p.sum() + np.exp(sinks[h] - m)
                     out[b, i, h] = (_operand(p, rounded, wide) @ v[js]) / total
@@ -228,8 +229,8 @@ def same_precision_attention_gradients(dout, query, key, value, dense_mask=None,
 
 
 def attention_gradient_terms(*arguments, **options) -> list[float]:
-    """The largest that the terms of any entry of each gradient sum up to in absolute value: how much may have to cancel
-    in it. For example ``dout . v - delta`` is 0 in exact numbers where a query sees one key."""
+    """For each gradient, the largest sum of absolute terms of an entry, which limits cancellation. For example, ``dout
+    . v - delta`` is exactly 0 if a query sees one key."""
     found = _gradients(*arguments, **options, absolute=True)
     return [0.0 if x is None else _largest(x) for x in found]
 
@@ -252,7 +253,7 @@ def _gradients(dout, query, key, value, dense_mask=None, bias=None, causal=False
             js, g = np.flatnonzero(seen[b, h, i]), h // (heads // kv_heads)
             if lses[b, h, i] == -np.inf:
                 continue
-            exact = wide if rounded is TF32 else rounded  # the type in which out and dout are kept
+            exact = wide if rounded is TF32 else rounded  # the type of out and dout
             do, o = (x[b, i, h].astype(exact).astype(wide) for x in (dout, outs))
             delta = do @ o - (0 if dlse is None else wide(dlse[b, h, i]))
             q, do, k, v = (_operand(x, rounded, wide)
@@ -305,19 +306,19 @@ def key_scores_gradients(dscores, value, dt_proj, A, dt_bias=None, form="exp", w
             (dstate * softplus).sum((0, 2)), ddt.sum((0, 2))]
 
 
-# ---- when a result counts as right ----
+# ---- tolerances ----
 def _largest(array) -> float:
     return float(np.max(np.abs(array[np.isfinite(array)]), initial=0.0))
 
 
 def check_norm(found: np.ndarray, expected: np.ndarray, bound: float = 1e-2) -> None:
-    """The norm of the error, relative to that of what is expected."""
+    """Check the norm of the error, relative to that of the expected array."""
     x, y = found.astype(np.float64), expected.astype(np.float64)
     assert np.isfinite(x).all() and np.linalg.norm(x - y) <= bound * np.linalg.norm(y)
 
 
 def one_rounding(largest: float, dtype) -> float:
-    """Half the spacing of ``dtype`` at ``largest``: the most that rounding a result of this size can move it."""
+    """Half the spacing of ``dtype`` at ``largest``: the largest rounding error of a result of this size."""
     info = ml_dtypes.finfo(dtype)
     smallest = float(info.smallest_subnormal)
     if largest == 0:
@@ -326,11 +327,11 @@ def one_rounding(largest: float, dtype) -> float:
 
 
 def error_and_allowed(out, reference, plain, dtype, factor=2, terms=0.0) -> tuple[float, float, float]:
-    """``max|out - ref|``, ``max|plain - ref|``, and how much section 12 allows: ``2 max|plain - ref| + one rounding of
-    the output``, for 16-bit types; gradients are allowed ``factor=3`` times the error of the plain computation.
+    """``max|out - ref|``, ``max|plain - ref|``, and the limit of section 12: ``2 max|plain - ref| + one rounding of the
+    output`` for 16-bit types; for gradients, ``factor=3`` times the error of the plain computation.
 
-    ``terms``: what the largest sum adds up to in absolute value, where much of it cancels. A float32 sum (float64 for
-    float64) is not better than some roundings of that size in any order; 16 are allowed.
+    ``terms``: the largest sum of absolute terms, if much of a sum may cancel. A float32 sum (float64 for float64) has
+    an error of some roundings of that size in any order; 16 are allowed.
 
     For float32 and float64 the output is rounded no more coarsely than every step of the accumulation, so the order of
     a sum, which is free, moves the result by several roundings: 16 are allowed. (Where float32 went through
@@ -348,7 +349,7 @@ def error_and_allowed(out, reference, plain, dtype, factor=2, terms=0.0) -> tupl
 
 
 def misplaced(out, reference) -> str:
-    """Where NaN and infinities do not match, in words; empty if they do."""
+    """A message that says where NaN and infinities do not match; empty if they do."""
     out, reference = _f64(out), _f64(reference)
     for name, test in (("NaN", np.isnan), ("+inf", np.isposinf), ("-inf", np.isneginf)):
         wrong = np.argwhere(test(out) != test(reference))
@@ -368,7 +369,7 @@ def assert_matches_reference(out, reference, plain, dtype, factor=2, terms=0.0) 
 
 
 def check_attention(found: Any, query, key, value, *, tf32: bool = False, **options: Any) -> None:
-    """``found``: ``out``, or a pair with ``lse``. ``options``: of ``attention``."""
+    """``found``: ``out``, or ``(out, lse)``. ``options``: those of ``attention``."""
     rows, found = (query, key, value), found if isinstance(found, tuple) else (found,)
     for ours, exact, plain in zip(found, attention(*rows, **options),
                                   same_precision_attention(*rows, tf32=tf32, **options)):
@@ -376,7 +377,7 @@ def check_attention(found: Any, query, key, value, *, tf32: bool = False, **opti
 
 
 def check_attention_gradients(found: Any, dout, query, key, value, *, tf32: bool = False, **options: Any) -> None:
-    """``found``: of query, key, value and bias, of which those that are None are not looked at."""
+    """``found``: gradients of query, key, value and bias; those that are None are not checked."""
     given = dout, query, key, value
     for ours, exact, plain, terms in zip(found, attention_gradients(*given, **options),
                                          same_precision_attention_gradients(*given, tf32=tf32, **options),

@@ -14,7 +14,7 @@ from cupy_dma.backends.cuda.runtime.device import CudaRuntime
 from cupy_dma.backends.cuda.runtime.program import fresh
 from tests.emulator import EmulatorRuntime
 
-#: names, and whether all keys that a row sees come in the same blocks whatever slice of a tile it belongs to
+# : names, and whether a row's visible keys come in the same blocks in every slice of a tile
 CASES = {"none": True, "causal": True, "key bias": True, "lists": True, "short lists": True,
          "values that are not finite": True, "lists of all tiles": False, "sequences": True,
          "lists of sequences": True, "dense bias": True}
@@ -23,8 +23,8 @@ HEADS = [(2, 1), (4, 1), (3, 1), (2, 2)]
 
 @contextmanager
 def num_sms(count: int, split: bool = False, short_tiles: bool = False) -> Iterator[list[int]]:
-    """The scheduler sees ``count`` SMs, and calls are ``scheduled``. Lists stay the same: the order of their keys
-    depends on how many warps make one."""
+    """Inside the context, the scheduler sees ``count`` SMs, and calls are ``scheduled``. Lists stay the same: their
+    order of keys depends on how many warps make a list."""
     with (mock.patch.object(CudaRuntime, "num_sms", lambda runtime, index: count),
           mock.patch.object(EmulatorRuntime, "num_sms", lambda runtime, index: count),
           mock.patch.object(intervals, "_tile_warps", lambda *arguments: 1), scheduled(split, short_tiles) as found):
@@ -33,8 +33,8 @@ def num_sms(count: int, split: bool = False, short_tiles: bool = False) -> Itera
 
 @contextmanager
 def hopper_gradients(one_pass: bool | None) -> Iterator[None]:
-    """However few tiles there are the Hopper kernels make the gradients, in one pass where they can, or in two; None:
-    in two where lists leave pairs out, however few."""
+    """Inside the context, Hopper kernels compute gradients however few tiles there are, in one pass if possible, or in
+    two; None: in two if lists skip any pairs."""
     with (fresh(one_pass=one_pass), mock.patch.object(sm90_backward, "LISTED_STEPS", 0.0),
           mock.patch.object(sm90_backward, "MIN_TILES", 0.0)):
         yield
@@ -42,9 +42,9 @@ def hopper_gradients(one_pass: bool | None) -> Iterator[None]:
 
 @contextmanager
 def scheduled(split: bool = False, short_tiles: bool = False) -> Iterator[list[int]]:
-    """Tiles of the last wave are split along their keys, into as many splits as there can be, also ones without keys,
-    or are short, wherever they can, or else never. Yields the number of splits of each call (1: its tiles are whole),
-    or how many short tiles a set of heads has."""
+    """Inside the context, tiles of the last wave are split along their keys, into as many splits as possible, even
+    splits without keys; or they are short wherever possible; or neither. Yields the number of splits of each call (1:
+    whole tiles), or the number of short tiles per set of heads."""
     found: list[int] = []
 
     def best_schedule(facts: sm90_tiles.ScheduleKey, tile: sm90_tiles.HopperTile, sms: int) -> sm90_schedule.Schedule:
@@ -62,7 +62,8 @@ def scheduled(split: bool = False, short_tiles: bool = False) -> Iterator[list[i
 
 def run(name: str, heads: int, kv_heads: int, head_dim: int, convert: Callable[[np.ndarray], Any],
         backend: str | None = None, length: int = 1003) -> tuple[Any, Any]:
-    """``out`` and ``lse``: of tiles with few or no queries at the ends, some with one block of keys, most with some."""
+    """``out`` and ``lse`` of a call whose tiles have few or no queries at the ends, and one or several blocks of
+    keys."""
     rng = np.random.default_rng(0)
     sequences = "sequences" in name
     batch = 1 if sequences else 2

@@ -30,7 +30,7 @@ def check(shape: tuple[int, ...], dtype: str, form: str, weights: str, convert: 
 
 def check_backward(shape: tuple[int, ...], dtype: str, form: str, convert: Any = np.asarray,
                    rtol: float = 2e-5, **options: Any) -> None:
-    """``rtol``: of float32 sums, besides one rounding to the type of the result."""
+    """``rtol``: tolerance of float32 sums, in addition to one rounding to the type of the result."""
     value, weight, a, offset = problem(shape, dtype)
     rng = np.random.default_rng(1)
     dscores = rng.standard_normal((shape[0], shape[2], shape[1])).astype(np.float32)

@@ -1,4 +1,5 @@
-"""The two ways of the prefix selection on CUDA (kernels/select/prefix_top_w.cu), and scores that are hard to select."""
+"""The two algorithms of prefix selection on CUDA (kernels/select/prefix_top_w.cu), and scores that are hard to
+select."""
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +15,8 @@ from tests.oracle.arrays import host
 
 @contextmanager
 def counting(counted: bool) -> Iterator[None]:
-    """Each key meets all others in one kernel, however many there are; or else keys are selected chunk by chunk."""
+    """Inside the context, one kernel compares each key with all others, however many there are; otherwise keys are
+    selected chunk by chunk."""
     with fresh(counted=counted):
         yield
 
@@ -57,7 +59,7 @@ def options_of(length: int) -> list[dict[str, np.ndarray]]:
 
 def check(scores: np.ndarray, window: Any, convert: Any = np.asarray,
           backend: str | None = None, **options: Any) -> None:
-    """Against the heap of the NumPy backend, which is tested against the definition."""
+    """Check against the heap of the NumPy backend, which is itself tested against the definition."""
     moved = {name: convert(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
     mask = dma.IntervalMask.top_w(convert(scores), window, **moved, backend=backend)
     expected = dma.IntervalMask.top_w(scores, window, **options, backend="numpy")
@@ -66,7 +68,7 @@ def check(scores: np.ndarray, window: Any, convert: Any = np.asarray,
 
 def check_definition(problem: tuple[Any, ...], convert: Any = np.asarray,
                      backend: str | None = None) -> None:
-    """``problem``: of tests/unit/test_selection.py."""
+    """``problem``: one from tests/unit/test_selection.py."""
     scores, window, padding, documents = problem
     moved = [None if x is None else convert(x) for x in (scores, padding, documents)]
     mask = dma.IntervalMask.top_w(moved[0], window, padding=moved[1], documents=moved[2], backend=backend)

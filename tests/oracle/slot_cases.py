@@ -1,4 +1,4 @@
-"""A cache whose sequences come and go in slots, beside one cache for each sequence alone. One copy for NumPy, torch,
+"""A cache whose sequences come and go in slots, compared with a separate cache per sequence. Shared by NumPy, torch,
 CuPy and the emulator."""
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -22,14 +22,14 @@ class Text:
     outs: list[Any] = field(default_factory=list)  # (begin, out (L, H, Dv), lse (H, L)) of its tokens
 
     def alone(self, convert: Callable, **options: Any) -> Any:
-        """A cache of its own that has had its tokens in one call."""
+        """A separate cache that got the text's tokens in one call."""
         cache = self.case.cache(convert, **options)
         if self.done:
             cache.update(*self.case.tokens(0, self.done, convert)[1:])
         return cache
 
     def check(self, tf32: bool) -> None:
-        """All that was computed is what attention over the text computes, of rejected tokens, too."""
+        """Check all results, also those of rejected tokens, against attention over the text."""
         if not any(len(out) for _, out, _ in self.outs):
             return
         begins, outs, lses = zip(*self.outs)
@@ -42,13 +42,13 @@ class Text:
 
 @dataclass
 class Slots:
-    """``case.batch`` slots; ``case.length`` is the most tokens of a text."""
+    """``case.batch`` slots; ``case.length`` is the maximum length of a text."""
 
     case: History
     rng: np.random.Generator
     convert: Callable = np.asarray
     tf32: bool = False
-    most: int = 6  # tokens of a call
+    most: int = 6  # maximum tokens of a call
     options: dict[str, Any] = field(default_factory=dict)  # of the cache
 
     def __post_init__(self) -> None:
@@ -59,7 +59,7 @@ class Slots:
         return Text(replace(self.case, batch=1, seed=seed))
 
     def arrays(self, slot: int) -> list[bytes]:
-        """What is stored of a sequence: all, or of a cache that grows what is kept."""
+        """The stored arrays of a sequence; for a growing cache, only the kept rows."""
         one = self.cache.select_batch([slot])
         if getattr(one, "capacity", 0) is None:
             return [x.tobytes() for x in _ordered(one)]
@@ -72,7 +72,7 @@ class Slots:
             text.check(self.tf32)
 
     def step(self, what: str) -> None:
-        """One call, after which sequences that it does not name are what they were, bit for bit."""
+        """Make one call, and check that other sequences keep all their bits."""
         rng, batch = self.rng, self.case.batch
         before = [self.arrays(slot) for slot in range(batch)]
         slots = rng.permutation(batch)[:0 if rng.random() < 0.05 else rng.integers(1, batch + 1)]
@@ -100,7 +100,7 @@ class Slots:
             self.texts[slot] = self._text(int(self.rng.integers(1000)))
 
     def _check_kept(self, slot: int) -> None:
-        """It holds what the sequence would hold alone."""
+        """Check that the slot holds what the sequence's own cache would hold."""
         text = self.texts[slot]
         one, alone = self.cache.select_batch([slot]), text.alone(self.convert, **self.options)
         text.case.check_kept(one, text.done - 1)
@@ -141,7 +141,7 @@ class Slots:
                 self.texts[slot].done += int(count)
 
     def _commit(self, n: int, most: int) -> np.ndarray:
-        """Commit some of what was attended to, the same number for all or one for each: of how many tokens."""
+        """Commit some of the tokens that were attended to, the same number for all sequences or one number each."""
         if self.rng.random() < 0.3:
             count = int(self.rng.integers(0, most + 1))
             self.cache.commit(count)
@@ -151,14 +151,14 @@ class Slots:
         return counts
 
     def _of(self, slot: int, n: int) -> list[np.ndarray]:
-        """The next ``n`` tokens of a sequence, NaN for none."""
+        """The next ``n`` tokens of a sequence, or NaN for an empty slot."""
         text = self.texts[max(slot, 0)]
         begin = text.done if slot >= 0 else 0
         found = [x[0] for x in text.case.tokens(begin, begin + n)]
         return found if slot >= 0 else [np.full_like(x, np.nan) for x in found]
 
     def _note(self, out: np.ndarray, lse: np.ndarray, slots: np.ndarray, added: np.ndarray, is_packed: bool) -> None:
-        """Remember the results of real tokens; those of others are 0."""
+        """Record the results of real tokens, and check that those of padding are 0."""
         ends = np.cumsum(added)
         if is_packed:
             assert not out[ends[-1] if len(ends) else 0:].any()

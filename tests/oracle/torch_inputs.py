@@ -1,4 +1,4 @@
-"""What the torch tests share: small inputs."""
+"""Small inputs shared by the torch tests."""
 import torch
 
 N, B, H, HKV, D = 18, 2, 4, 2, 6
@@ -17,7 +17,7 @@ def recipe(dtype=float64):
 
 
 def gradients(out, arguments, dout=None):
-    """Of ``(out * dout).sum()``, or of all outputs with fixed weights."""
+    """Gradients of ``(out * dout).sum()``, or of a weighted sum of all outputs."""
     outs = out if isinstance(out, tuple) else (out,)
     generator = torch.Generator().manual_seed(1)
     weights = [dout] if dout is not None else [torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in outs]

@@ -1,7 +1,7 @@
-"""The grid of packed sequences: as ``tests/oracle/cases.py``, for ``varlen_attention`` and its gradients.
+"""The grid of packed sequences: like ``tests/oracle/cases.py``, for ``varlen_attention`` and its gradients.
 
-The oracle is that of single sequences, called for each of them with a dense mask; it never looks at an IntervalMask,
-nor at lengths or page tables.
+The oracle for single sequences is called for each sequence with a dense mask; it never reads an IntervalMask, lengths
+or page tables.
 """
 import zlib
 from collections.abc import Callable, Iterator
@@ -38,7 +38,7 @@ class Case:
     softcap: float = 0.0
     page_size: int = 0
     layout: str = "plain"  # plain wide; pages also transposed split
-    bias_delay: int = field(default=0, repr=False)  # not in the repr, from which inputs are drawn
+    bias_delay: int = field(default=0, repr=False)  # not in the repr, which seeds the inputs
 
     def __str__(self) -> str:
         return self.name
@@ -49,7 +49,7 @@ class Case:
 
     @property
     def keys(self) -> tuple[int, ...]:
-        """Keys that count, per sequence."""
+        """Number of used keys per sequence."""
         return self.used or tuple(k for _, k in self.lengths)
 
     @property
@@ -107,7 +107,7 @@ SUPERS = [Case("supers", "float16", ((530, 530), (30, 30), (256, 300), (0, 90), 
           Case("supers-window", "bfloat16", ((300, 300), (7, 7), (40, 100)), tail=(30, 9), mask="window", window=33,
                used=(290, 0, 70), bias="key_shared", head_dim=16),
           Case("supers-float32", "float32", ((300, 300), (7, 7), (40, 100)), mask="top_w", window=20, head_dim=128)]
-# More than two chunks of 2048 keys, of which a tile must look at its own.
+# More than two chunks of 2048 keys; a tile must read only its own.
 LONG = [Case(f"long-{mask}", "float16", ((10, 2300), (33, 900), (20, 2100), (0, 500), (70, 70)), mask=mask, window=100,
              heads=2, kv_heads=1, head_dim=16, bias="key") for mask in ("padding", "per_head", "top_w", "global")]
 
@@ -118,7 +118,7 @@ def _sums(lengths: Any) -> np.ndarray:
 
 @lru_cache(maxsize=1)
 def _drawn(case: Case) -> dict[str, np.ndarray]:
-    """Contiguous NumPy arrays; keys packed also where they will be paged."""
+    """Contiguous NumPy arrays; keys are packed, even if they will be paged."""
     rng = np.random.default_rng(zlib.crc32(repr(replace(case, name="")).encode()))
     kind, h, g, d = numpy_dtype(case.dtype), case.heads, case.kv_heads, case.head_dim
     cu_q, cu_k = (_sums([pair[side] for pair in case.lengths]) for side in (0, 1))
@@ -133,10 +133,10 @@ def _drawn(case: Case) -> dict[str, np.ndarray]:
     if case.bias != "none":
         count = {"key": g, "key_per_head": h, "key_shared": 1}[case.bias]
         data["bias"] = rng.standard_normal((count, n)).astype(kind if case.bias == "key_per_head" else np.float32)
-    # In positions within each sequence: starts open and at random positions, ends also behind the last position.
+    # Positions within each sequence: starts are open or random, ends may lie after the last position.
     data["start"] = np.where(rng.random((h, n)) < 0.3, EVER, rng.integers(-60, 120, (h, n)))
     data["stop"] = np.where(rng.random((h, n)) < 0.3, NEVER, rng.integers(-40, 150, (h, n)))
-    for name in ("key", "value"):  # what no query can see must not matter
+    for name in ("key", "value"):  # invisible rows must not matter
         for b, used in enumerate(case.keys):
             data[name][cu_k[b] + used:cu_k[b + 1]] = np.nan
         data[name][cu_k[-1]:] = np.nan
@@ -244,7 +244,7 @@ def _per_key(case: Case, name: str, convert: Callable[[np.ndarray], Any]) -> Any
 
 
 def _effective(case: Case) -> Case:
-    """Selections take the scores as their bias."""
+    """The bias of a case; selections use the scores."""
     return replace(case, bias="scores") if case.mask in ("top_w", "global") and case.bias in ("none", "key") else case
 
 

@@ -1,4 +1,4 @@
-"""The wheel, for the tests that look into it and that install it."""
+"""The wheel, for tests that inspect or install it."""
 import shutil
 import subprocess
 import sys

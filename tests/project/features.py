@@ -1,11 +1,12 @@
-"""Which function runs on which backend, forward and backward, from the marks of the tests.
+"""Writes which function runs on which backend, forward and backward, from the tests' marks.
 
     @pytest.mark.feature("cuda numpy forward backward", "torch", "autograd")    backends and directions; group; rows
 
-``python -m tests.project.features`` writes docs/features.md; ``test_features.py`` compares the two. A row may be given
-by its beginning, which may mean several. ``case="..."`` says how the names of the test's cases begin, where
-``{backend}`` is the backend and ``{case}`` what stands beside the row in ``ROWS``. ``EVERY`` means all rows with such
-a case, less those with a word of ``but`` in it. Marks are read from the sources, so no test's packages need be there.
+``python -m tests.project.features`` writes docs/features.md; ``test_features.py`` compares the two. The start of a
+row's name selects all rows that begin with it. ``case="..."`` is the start of the test's case names, in which
+``{backend}`` is the backend and ``{case}`` the text beside the row in ``ROWS``. ``EVERY`` means all rows with such a
+case, except those whose case contains a word of ``but``. Marks are read from the sources, so no test's packages need be
+installed.
 """
 import ast
 from collections.abc import Iterator
@@ -66,8 +67,8 @@ ROWS: dict[str, dict[str, str]] = {
         "flash_dmattn_varlen_func, block_table": ""},
 }
 
-# Why there is no test, of "group: row direction" (alternatives: |) on backends; the first that fits. One without * adds
-# its row.
+# Why "group: row direction" (alternatives: |) has no test on these backends; the first match counts. A pattern without
+# * adds its row.
 WHY = (
     ("Scores and selection: IntervalMask.top_w, padding, documents backward", "cuda numpy triton flex",
      "piecewise constant, has no gradient"),
@@ -97,7 +98,7 @@ class Tested(NamedTuple):
 
     file: str  # below tests/
     function: str
-    case: str  # how the names of its cases begin
+    case: str  # start of its case names
     group: str
     row: str
     backend: str
@@ -108,7 +109,7 @@ class Tested(NamedTuple):
 
 
 def marked() -> Iterator[Tested]:
-    """What the marks say: those of tests that need no GPU first, and those of the emulator last."""
+    """Tests from the marks: first those that need no GPU, last those of the emulator."""
     files = sorted(TESTS.rglob("test_*.py"), key=lambda path: ("emulator" in path.parts, "gpu" in path.parts, path))
     for path in files:
         for node in ast.parse(path.read_text()).body:
@@ -138,7 +139,7 @@ def _rows_of(file: str, function: str, where: str, group: str, *given: str, case
 
 
 def cells() -> dict[tuple[str, str, str], dict[str, list[Tested] | str]]:
-    """By group, row and direction, in the order of the page: the tests on each backend, or why there is none."""
+    """The page's cells by group, row and direction, in order: the tests on each backend, or why there is none."""
     found = list(marked())
     exact = {key for keys, *_ in WHY if "*" not in keys for key in keys.split("|")}
     table: dict[tuple[str, str, str], dict[str, list[Tested] | str]] = {}
@@ -155,7 +156,7 @@ def cells() -> dict[tuple[str, str, str], dict[str, list[Tested] | str]]:
 
 
 def why(key: str, backend: str) -> str:
-    """The sentence of ``WHY``. LookupError if there is none."""
+    """The reason from ``WHY``; raises LookupError if there is none."""
     for keys, backends, reason in WHY:
         if backend in backends.split() and any(fnmatchcase(key, one) for one in keys.split("|")):
             return reason
@@ -197,7 +198,7 @@ def page() -> str:
 
 
 def _folded(title: str, lines: list[str]) -> list[str]:
-    """A part of the page to unfold, on the site and where Markdown is shown as it is."""
+    """A collapsible part of the page, on the site and in plain Markdown viewers."""
     return ["", '<details markdown="1">', f"<summary>{title}</summary>", "", *lines, "", "</details>"]
 
 

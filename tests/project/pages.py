@@ -7,7 +7,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 def run_page(name: str, *, gpu: bool) -> dict[str, Any]:
-    """Run the blocks of docs/name one after the other; what they leave behind. Blocks behind ``<!-- gpu -->`` need a
+    """Run the blocks of docs/name one after another and return their variables. Blocks after ``<!-- gpu -->`` need a
     GPU."""
     page = DOCS / name
     names: dict[str, Any] = {"__name__": page.stem}

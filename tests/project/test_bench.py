@@ -1,4 +1,4 @@
-"""``python -m cupy_dma bench`` on the CPU: its table, its check, and what it says where something is missing."""
+"""``python -m cupy_dma bench`` on the CPU: its table, its check, and its messages if something is missing."""
 import re
 import sys
 from types import SimpleNamespace
@@ -70,7 +70,7 @@ def test_a_wrong_output_fails_the_check(capsys, monkeypatch):
 
 
 def test_calls_are_timed_between_events_on_a_gpu():
-    """The clock of the GPU's path, with events that count."""
+    """The clock for GPUs, with fake events that count."""
     recorded = []
 
     class Event:

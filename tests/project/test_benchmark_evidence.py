@@ -1,4 +1,4 @@
-"""The benchmark mqar, language_model.py and needle.py on the CPU in a tiny size, and what they stand on."""
+"""The benchmarks mqar, language_model and needle on the CPU in a tiny size, and the modules that they use."""
 import argparse
 import dataclasses
 import json
@@ -38,7 +38,7 @@ def test_answers_follow_their_keys():
     question, before = batch.tokens.gather(2, batch.asked), batch.tokens.gather(2, batch.told - 1)
     assert torch.equal(question, before) and torch.equal(batch.tokens.gather(2, batch.told), batch.answers)
     assert (question < 40).all() and ((batch.answers >= 40) & (batch.answers < 80)).all()
-    assert all(len(set(row)) == 16 for row in question.flatten(0, 1).tolist())  # a key is asked for once
+    assert all(len(set(row)) == 16 for row in question.flatten(0, 1).tolist())  # each key is asked for once
     assert (batch.asked >= 32).all() and (batch.told < 32).all()
     assert ((batch.tokens >= 80).sum(2) == 64 - 3 * 16).all()  # the rest is fillers
     assert not torch.equal(batch.tokens[0], batch.tokens[1])
@@ -77,7 +77,7 @@ def test_contexts_end_ahead_of_the_code():
     Attention("selection", 5, start=0.5, drawn=True), Attention("dynamic", 5, recent=2, sinks=1, start=1.0),
     Attention("dynamic", 5, form="linear", start=1.0, fixed=True), Attention("global", 5, start=1.0)], ids=str)
 def test_a_stack_is_its_models(how):
-    """Each model's output is what it gives alone, and a step of one does not touch the other."""
+    """Each model gives the output that it gives alone, and a step of one does not change another."""
     tokens = torch.randint(50, (2, 3, 24), generator=torch.Generator().manual_seed(0))
     both = Models([3, 4], SIZES, how, "cpu")
     alone = Models([4], SIZES, how, "cpu")
@@ -125,7 +125,7 @@ def test_compiled_parts_compute_the_same(monkeypatch):
 
 
 def test_what_is_visible():
-    """Survival of a needle, and of the pairs of a recall batch, against the masks written out."""
+    """Survival of a needle, and of the pairs of a recall batch, against dense masks."""
     how = Attention("dynamic", 6, recent=2, form="linear", start=1.0)
     models = Models([0, 1], SIZES, how, "cpu")
     recall = Recall(length=32, pairs=4, names=16)
@@ -194,7 +194,7 @@ def test_needle_takes_the_models_that_are_there(tmp_path, monkeypatch):
 
 
 def test_rows_are_written_one_run_after_the_other(tmp_path, monkeypatch):
-    """What was done before time was up, or before an error, is there."""
+    """Rows completed before time ran out, or before an error, are in the file."""
     real, calls = mqar.train, []
 
     def train(*arguments):
@@ -211,9 +211,9 @@ def test_rows_are_written_one_run_after_the_other(tmp_path, monkeypatch):
 
 
 def test_processes_share_a_file(tmp_path):
-    """Each trains its share, and keeps what another has written meanwhile."""
+    """Each trains its share, and keeps rows that another has written meanwhile."""
     args = argparse.Namespace(out=str(tmp_path), fresh=False, commit="abc")
-    late = records.Record("mqar", args, None)  # has seen nothing of what follows
+    late = records.Record("mqar", args, None)  # read the file before the rows below
     for share, count in (("1/2", 24), ("2/2", 36)):
         assert started("mqar", tmp_path, "--part", "lengths", "--kind", "full", "--share", share) == 0
         assert len(rows_of(tmp_path, "mqar")) == count
@@ -266,7 +266,7 @@ def test_scores_are_frozen_after_half_the_steps(monkeypatch):
 
 
 def test_models_that_learned_are_counted_over_runs(tmp_path, monkeypatch):
-    """Those of earlier runs too, of tasks and settings that the newest run has, at the rate that is best in it."""
+    """Includes models of earlier runs with tasks and settings of the newest run, each run at its best rate."""
     def rows(task, how, best, rate=1e-3):
         found = [one for one in mqar.settings(task, how, 10.0) if one["rate"] == rate]
         assert len(found) == len(best) == 3

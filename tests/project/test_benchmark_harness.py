@@ -1,4 +1,4 @@
-"""What the benchmarks share: folders and words of results, and, with torch, their checks and their peers."""
+"""Code shared by the benchmarks: folders and tables of results, and, with torch, checks and peers."""
 import importlib.util
 import json
 import shutil
@@ -56,7 +56,7 @@ def test_every_result_lies_in_the_folder_of_its_device():
 
 
 def test_git_ignores_no_result():
-    """A page that links to a file which git ignores builds here and nowhere else."""
+    """A page that links to a file that git ignores would build only on this machine."""
     def git(*arguments):
         return subprocess.run(["git", *arguments], cwd=folders.RESULTS, capture_output=True).returncode
 
@@ -74,7 +74,7 @@ def test_three_digits(ms, shown):
 
 
 def case(name, found, **more):
-    """Of a result: rows by who and stage, each a time or several numbers."""
+    """A case of a result, with rows by peer and stage, each a time or several numbers."""
     rows = [{"who": who, "stage": stage, **(x if isinstance(x, dict) else {"ms": x})}
             for (who, stage), x in found.items()]
     return {"set": name, "name": name, "rows": rows, "check": {"ok": True, "worst": 0.5}, **more}
@@ -285,7 +285,7 @@ def test_flex_computes_the_same(queries):
 @needs_torch
 @uncompiled
 def test_flex_gradients_are_those_of_the_same_mask(monkeypatch):
-    """torch refuses them on the CPU, although it can."""
+    """torch refuses these gradients on the CPU, although it can compute them."""
     from torch.nn.attention import flex_attention
 
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None, raising=False)
@@ -359,7 +359,7 @@ def test_tiles_of_a_peer_that_do_not_fit():
 @needs_torch
 @pytest.mark.gpu
 def test_flex_with_a_learned_bias():
-    """The peer at the head dim at which torch's tiles did not fit, against autograd through the definition."""
+    """The peer, at a head dim for which torch's tiles did not fit, against autograd through the definition."""
     pytest.importorskip("triton")
     torch.manual_seed(0)
     q, k, v, do = (torch.randn(1, 256, heads, 128, device="cuda").bfloat16() for heads in (2, 1, 1, 2))

@@ -1,6 +1,6 @@
-"""Each routine of ``python -m benchmarks`` in a size for a CPU: what it records, and that a wrong result is no record.
+"""Each routine of ``python -m benchmarks`` in a size for a CPU: its record, and that wrong results are not recorded.
 
-Its gradients of FlexAttention are uncompiled: torch refuses them on the CPU, although it can.
+Gradients of FlexAttention run uncompiled: torch refuses them on the CPU, although it can compute them.
 """
 import importlib.util
 import json
@@ -40,7 +40,7 @@ pytestmark = [pytest.mark.usefixtures("one_thread"),
 
 
 def run(name, folder, *arguments, file="", status=0):
-    """What a run of a routine records."""
+    """Run a routine and return its record."""
     assert main([name, *arguments, "--out", str(folder), "--commit", "abc"]) == status
     ending = ".failed.json" if status else ".json"
     found = [path for path in folder.iterdir() if path.suffix == ".json"]
@@ -128,7 +128,7 @@ def test_cases(module, quick):
 
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory):
-    """The record of a smoke set; each is run once."""
+    """The record of a smoke set; each set runs once."""
     found = {}
 
     def record(name):
@@ -145,7 +145,7 @@ def smoke(tmp_path_factory):
 
 
 def check_tables(result, name, folder, row, words):
-    """The table has the row, and stands between its marks in a page; the text has the words."""
+    """Check that the table has the row and fits between its markers in a page, and that the text has the words."""
     report = REPORTS[name]
     piece, = report.pieces
     table = piece.table(result)
@@ -220,8 +220,8 @@ def test_dense(smoke, tmp_path):
     assert random["check"]["stages"].keys() == {"forward", "backward"} and len(plain["check"]["stages"]) == 4
     assert {row["stage"] for row in plain["rows"] if row["note"].endswith("right")} == {
         "forward all keys", "forward causal"}
-    check_tables(result, "dense", tmp_path, "| 1/8 of the tiles visible, mask shared, forward, against all visible |",
-                 "interval H4/2")
+    check_tables(result, "dense", tmp_path, "| 1/8 of the tiles visible, mask shared, forward, "
+                 "relative to all visible |", "interval H4/2")
 
 
 def test_intervals(smoke):
@@ -243,7 +243,7 @@ def test_portable(smoke):
 
 
 def scaled(name):
-    """The result of a method with a field, or its first entry, a little too large."""
+    """Make a field in a method's result, or its first entry, slightly too large."""
     def change(right):
         def wrong(self, *arguments, **options):
             found = right(self, *arguments, **options)
@@ -280,7 +280,7 @@ def test_cpu(smoke):
 
 
 def test_long_sequences_reach_their_target_on_the_recorded_cpu():
-    """Short ones do not: docs/lab/numpy.md."""
+    """Short sequences miss theirs: docs/lab/numpy.md."""
     result, = REPORTS["cpu"].results()
     case = next(case for case in result["cases"] if case["key_length"] == 16384)
     sdpa, ours = (value(case, who, "forward+backward") for who in ("sdpa", "cupy_dma"))
@@ -357,7 +357,7 @@ def test_gaps(tmp_path, monkeypatch, capsys):
 
 
 def test_pauses_are_between_kernels_of_a_step():
-    """Three steps of three kernels, the second of which overlaps the first; the first step does not count."""
+    """Three steps of three kernels; the second kernel overlaps the first, and the first step does not count."""
     times = [(90, 91), (95, 96), (99, 100), (200, 210), (205, 208), (212, 215), (300, 310), (313, 314), (315, 320)]
     found = gaps.pauses([("abc"[i % 3], begin, end) for i, (begin, end) in enumerate(times)], 3)
     assert found == {"launches": 3, "longest_us": 2.5, "worst_us": 3, "pauses_us": 3, "step_us": 17.5,
@@ -408,7 +408,8 @@ def test_inaccurate_results_fail(tmp_path, monkeypatch, capsys, what, file, case
 
 
 def test_what_a_backend_refuses(tmp_path, monkeypatch, capsys):
-    """It is named; and, as on a GPU, the grid counts it, where CUDA has no line for types that it does not take."""
+    """A refused case is named. As on a GPU, the grid counts it, and CUDA has no line for types that it does not
+    support."""
     def refuse(*arguments):
         raise NotImplementedError("backend='numpy' cannot do this: it is Sunday")
 
@@ -431,7 +432,7 @@ TINY = ("--models", "tiny", "--lengths", "128", "--tokens", "128", "--steps", "1
 
 @pytest.fixture
 def without_a_compiler(monkeypatch):
-    """One that needs no C++."""
+    """Replace the compiler with one that needs no C++."""
     from torch.nn.attention import flex_attention
 
     monkeypatch.setattr(decoder, "COMPILER", "aot_eager")
@@ -448,7 +449,7 @@ def test_training_of_every_peer_in_every_mode(tmp_path, capsys):
         assert row["losses"] == pytest.approx(rows["eager", peer]["losses"], abs=0.02), (mode, peer)
         assert ("attention_share" in row) == (peer != "none")
         assert row["tokens_per_second"] == pytest.approx(128e3 / row["ms"], rel=1e-4)
-    for mode in training.MODES:  # the same model but for the layers' cores; dma and flex compute the same
+    for mode in training.MODES:  # only the layers' cores differ; dma and flex compute the same
         of = {peer: rows[mode, peer]["losses"] for peer in training.PEERS}
         assert of["dma"] == pytest.approx(of["flex"], abs=0.01) and of["dma"] != of["sdpa"] != of["none"]
     capsys.readouterr()
@@ -461,7 +462,7 @@ def test_training_of_every_peer_in_every_mode(tmp_path, capsys):
 
 @pytest.mark.usefixtures("without_a_compiler")
 def test_training_rows_are_added(tmp_path):
-    """Those that are measured again are replaced, and shares are of one run."""
+    """Rows that are measured again are replaced, and shares come from one run."""
     first = run("training", tmp_path, *TINY, "--modes", "eager", "--peers", "none,sdpa")["rows"]
     rows = run("training", tmp_path, *TINY, "--modes", "eager,checkpoint", "--peers", "none,dma", "--add")["rows"]
     assert [(row["mode"], row["peer"]) for row in rows] == [
@@ -475,7 +476,7 @@ def test_training_rows_are_added(tmp_path):
 
 @pytest.mark.usefixtures("without_a_compiler")
 def test_training_that_cannot_run_is_a_row(tmp_path, monkeypatch):
-    """Out of memory, another error, and no time left; the other rows and the record are there."""
+    """Out of memory, another error, or no time left: such rows have a note, and the other rows are recorded."""
     class Failing(torch.nn.Module):
         def __init__(self, error):
             super().__init__()
@@ -498,7 +499,7 @@ def test_training_that_cannot_run_is_a_row(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("without_a_compiler")
 def test_a_wrong_loss_is_noticed(tmp_path, monkeypatch):
-    """In a row of ours the run fails and the recorded results stay; of FlexAttention it is a word in its row."""
+    """In our rows it fails the run and keeps the recorded results; in FlexAttention's it is only noted."""
     real = training.trained
 
     def spoiled(who, loss):
@@ -525,7 +526,7 @@ def test_a_wrong_loss_is_noticed(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("without_a_compiler")
 def test_a_dense_window_is_dense_attention():
-    """A window of all keys and scores that are all equal leave dense attention: the models around them are the same."""
+    """A window of all keys with equal scores is dense attention, so both models must agree."""
     sizes, losses = replace(decoder.MODELS["tiny"], window=128), []
     for peer in ("dma", "sdpa", "flex"):
         with decoder.decoder(sizes, peer, compiled=False, checkpoint=False, device="cpu",

@@ -1,4 +1,5 @@
-"""The routines that tune the Hopper kernels without a GPU, and what they recorded: whether the library chooses well."""
+"""The routines that tune the Hopper kernels, run without a GPU, and whether the library's choices match their
+records."""
 import json
 from unittest import mock
 
@@ -48,7 +49,7 @@ def test_tiles_and_schedules_are_forced_and_given_back():
 
 
 def test_kernels_of_another_folder_are_loaded_anew():
-    """Those of every step, also where only the first call asks for them."""
+    """Kernels of all steps, even if only the first call requests them."""
     asked = []
 
     class Runtime:
@@ -77,12 +78,12 @@ def test_table_of_tuned_tiles():
 
 # ---- schedules ------------------------------------------------------------------------------------------------------
 def test_the_library_takes_fast_ways():
-    """Of the recorded calls, by the costs that it has: at most 1 % slower than the fastest way on average."""
+    """For recorded calls, with the library's costs: at most 1 % slower than the fastest schedule on average."""
     lost = []
     for call in folders.read("schedule.json")["calls"]:
         key = ScheduleKey(**call["facts"])
         tile = sm90_schedule.tile_shape(key, 132)
-        taken = tile, sm90_schedule.best_schedule(key, tile, 132)._replace(rotation=0)  # of which there is no choice
+        taken = tile, sm90_schedule.best_schedule(key, tile, 132)._replace(rotation=0)  # the rotation is not a choice
         times = {(HopperTile(*row["tile"]), Schedule(*row["work"])): row["us"] for row in call["rows"]}
         lost.append(times[taken] / min(times.values()) - 1)
     assert len(lost) > 200 and np.mean(lost) < 0.01 and max(lost) < 0.25
@@ -95,7 +96,7 @@ def test_costs_are_those_that_were_recorded():
 
 
 def test_what_splits_take_is_fitted():
-    """Times that are made up of three numbers give these."""
+    """Times computed from three numbers give back these numbers."""
     waves = [{"keys": n, "whole": 0.01 * n, "launch": 10.0} for n in (256, 1024, 4096)]
     rows = [{"keys": n, "tiles": tiles, "count": count,
              "us": 10 + 0.01 * n / count + 2 + 0.03 * tiles * count + 0.1 * count} for n, tiles, count in (

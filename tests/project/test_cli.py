@@ -23,7 +23,7 @@ def without_cupy(monkeypatch):
 
 
 def one_line(capsys) -> str:
-    """What was said on stderr, in one line."""
+    """The text on stderr, in one line."""
     said = capsys.readouterr().err
     assert re.fullmatch("cupy_dma: .+\n", said), said
     return said
@@ -164,17 +164,17 @@ def test_out_of_memory(capsys, monkeypatch):
 
 
 def command(*arguments: str, shell: str = "", **options) -> subprocess.Popen:
-    """A process of the command line, with redirections of ``shell``."""
+    """Start the command line in a process, with shell redirections."""
     return subprocess.Popen(["sh", "-c", f'exec "$@" {shell}', "sh", sys.executable, "-m", "cupy_dma", *arguments],
                             cwd=ROOT, stderr=subprocess.PIPE, text=True, **options)
 
 
 def test_control_c_of_a_process(tmp_path):
     os.mkfifo(tmp_path / "text")
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it, and their children
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore SIGINT
     try:
         with command("demo", "--backend", "numpy", "--file", str(tmp_path / "text")) as process:
-            with open(tmp_path / "text", "wb"):  # once the process has opened it, which reads it to no end
+            with open(tmp_path / "text", "wb"):  # the process blocks on reading it once it is open
                 process.send_signal(signal.SIGINT)
                 _, said = process.communicate(timeout=60)
     finally:

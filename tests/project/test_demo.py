@@ -95,7 +95,7 @@ def test_without_matplotlib(tmp_path, capsys, monkeypatch):
     assert cli.main(["demo", "--backend", "numpy", "--length", "64", "--window", "8"]) == 0
     assert "pip install matplotlib" in capsys.readouterr().out
     assert not (tmp_path / "mask.png").exists()
-    assert run(tmp_path, "--length", "64") == 2  # a picture that was asked for
+    assert run(tmp_path, "--length", "64") == 2  # a requested picture
     assert "mask.png: matplotlib is missing" in capsys.readouterr().err
 
 
@@ -138,7 +138,7 @@ def test_existing_picture_is_replaced_and_a_folder_is_not(tmp_path):
 
 
 def rounded(text):
-    """The least and the greatest that a printed number can have been."""
+    """The smallest and largest values that a printed number may stand for."""
     half = 0.5 * 10.0**-len(text.partition(".")[2])
     return float(text) - half, float(text) + half
 
@@ -156,7 +156,7 @@ def test_dense_attention_is_timed_beside_ours(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.parametrize(("length", "queries"), [(1, 1), (301, 50), (300, 300)])
 def test_queries_in_the_middle_speak_for_all(monkeypatch, length, queries):
-    """With a clock that counts pairs, the estimate is the number of all causal pairs."""
+    """With a clock that counts pairs, the estimate equals the number of all causal pairs."""
     clock = [0.0]
 
     def attention(query, key, value, **options):

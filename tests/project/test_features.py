@@ -1,4 +1,4 @@
-"""docs/features.md is what the marks of the tests say; the cases that they name exist, and every reason is needed."""
+"""docs/features.md matches the marks of the tests; the cases that they name exist, and every reason is needed."""
 from importlib import import_module
 
 import pytest
@@ -14,7 +14,7 @@ def test_the_page_is_what_the_marks_say():
 
 @pytest.mark.parametrize(("file", "function", "case"), CASES)
 def test_the_named_cases_exist(file, function, case):
-    pytest.importorskip("torch")  # some of these files need it
+    pytest.importorskip("torch")  # some of these files need torch
     if "jax" in file:
         pytest.importorskip("jax", minversion="0.9")
         pytest.importorskip("flax")

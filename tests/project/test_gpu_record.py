@@ -1,5 +1,5 @@
-"""The record of the last GPU run: its format, its digest, and that nothing failed. That it belongs to the present
-sources is checked by ``make check-record`` and not here, since sources change between two runs on a GPU."""
+"""The record of the last GPU run: its format, its digest, and that nothing failed. ``make check-record`` checks whether
+it matches the current sources; this file does not, because sources change between GPU runs."""
 import hashlib
 import itertools
 import json

@@ -1,6 +1,7 @@
-"""What docs/get-started.md says of installing is true: every extra of pyproject.toml can be resolved, and the commands
-of its table give torch and CuPy for one CUDA. The slow tests ask the package index: uv for metadata alone; pip, whose
-dry run downloads wheels where the index keeps no metadata beside them, only where these are small."""
+"""The install instructions of docs/get-started.md work: every extra of pyproject.toml can be resolved, and the commands
+of its table give torch and CuPy for one CUDA. The slow tests query the package index: with uv for metadata alone, and
+with pip only for small wheels, because its dry run downloads wheels whose metadata the index does not offer
+separately."""
 import os
 import re
 import shlex
@@ -22,7 +23,7 @@ README = (ROOT / "README.md").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = ["", *PROJECT["optional-dependencies"]]  # "": the package alone
 TABLE = re.findall(r'^\| .* \| CUDA (\d+) \| .*`pip install "\.\[([^`\]]+)\]"([^`]*)` \|$', PAGE, re.MULTILINE)
-MAX_BYTES = 400 * 2**20  # that pip may download for a dry run
+MAX_BYTES = 400 * 2**20  # maximum download of a pip dry run
 
 
 @pytest.fixture(scope="session")
@@ -38,7 +39,7 @@ def tools(tmp_path_factory) -> Path:
 
 
 def resolve(tools: Path, extras: Sequence[str] = (), bounds: Sequence[str] = ()) -> dict[str, dict]:
-    """What uv would install on Linux, by name; raises AssertionError with uv's words."""
+    """What uv would install on Linux, by name; raises AssertionError with uv's message."""
     constraints = tools.parent / "constraints.txt"
     constraints.write_text("\n".join(bounds))
     done = subprocess.run(
@@ -60,7 +61,7 @@ def name_of(requirement: str) -> str:
     return re.match(r"[\w.-]+", requirement)[0].lower().replace("_", "-")
 
 
-PIP_TOO = "", "plot", "test"  # the resolver of pip itself, which takes ten times as long as uv's
+PIP_TOO = "", "plot", "test"  # also resolved by pip, which takes ten times as long as uv
 
 
 @pytest.mark.slow
@@ -107,7 +108,7 @@ def test_readme_and_page_name_extras_and_the_wheel_as_they_are():
 
 
 # ---- torch for the tests: make tries names and indexes in turn ----
-CPU, CUDA = "2.13.0+cpu", "2.13.0"  # builds; the CUDA one needs what tests/no-cuda-torch.txt refuses
+CPU, CUDA = "2.13.0+cpu", "2.13.0"  # builds; tests/no-cuda-torch.txt rejects a dependency of the CUDA one
 
 
 def index(folder: Path, *versions: str) -> str:
@@ -134,7 +135,8 @@ def wheel_file(folder: Path, name: str, version: str, requires: Sequence[str] = 
 
 
 def make_torch(folder: Path, default: str, own: str, *arguments: str) -> tuple[str, set[str]]:
-    """What make says where ``default`` is pip's index and ``own`` PyTorch's, and the builds that pip has installed."""
+    """Run make with ``default`` as pip's index and ``own`` as PyTorch's; returns its output and the installed
+    builds."""
     tools = folder / "venv" / "bin"
     tools.mkdir(parents=True)
     python = tools / "python"
@@ -154,7 +156,7 @@ def make_torch(folder: Path, default: str, own: str, *arguments: str) -> tuple[s
 
 
 def no_gpu(folder: Path) -> Path:
-    """A folder with an nvidia-smi that finds none: on a machine with a GPU torch is the user's choice."""
+    """A folder with an nvidia-smi that finds no GPU, because with a GPU the choice of torch is the user's."""
     smi = folder / "nvidia-smi"
     smi.write_text("#!/bin/sh\nexit 1\n")
     smi.chmod(0o755)
@@ -178,7 +180,7 @@ def test_make_finds_a_cpu_build_of_torch(tmp_path, default, own, tried, installe
               f"--retries 1 --index-url {(tmp_path / 'own').as_uri()} torch=={CPU}"]
     assert found == installed and attempts == wanted[:tried], said
     assert said.count("failed:\n    ERROR: ") == tried - bool(installed)
-    assert ("nvidia-nccl-cu13" in said) == (default == (CUDA,))  # why its build for CUDA was refused
+    assert ("nvidia-nccl-cu13" in said) == (default == (CUDA,))  # names the reason for rejecting the CUDA build
     assert ("none was installed" in said) == (not installed)
 
 

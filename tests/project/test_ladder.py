@@ -1,4 +1,4 @@
-"""examples/ladder: each step gives what the step before gives, and what the library gives; none is idle."""
+"""examples/ladder: each step gives the results of the previous step and of the library, and no check is vacuous."""
 import importlib
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The layers of cupy_dma: who may import whom, read from the sources; and the sizes that keep them readable."""
+"""The layers of cupy_dma: which modules may import which, read from the sources, and limits on file sizes."""
 import ast
 import functools
 import graphlib
@@ -11,8 +11,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "cupy_dma"
 
-# Bottom to top. A unit imports from layers below its own. The units of one layer do not know each other; a name that
-# ends with ".*" stands for each package in there as a unit of its own.
+# Bottom to top. A unit imports only from layers below its own, not from other units of its layer. A name that ends with
+# ".*" stands for each package in it, as a unit of its own.
 LAYERS = (
     ("cupy_dma.arrays",),
     ("cupy_dma.checks",),
@@ -34,18 +34,18 @@ LAYERS = (
 )
 OPTIONAL = {"cupy", "cupyx", "torch", "triton", "ml_dtypes", "matplotlib", "tqdm", "transformers", "jax",
             "flax", "vllm"}
-# What needs one of them: imported where it is used.
+# Optional packages: imported where they are used.
 NEEDS_OPTIONAL = ("cupy_dma.torch", "cupy_dma.distributed", "cupy_dma.jax", "cupy_dma.backends.cuda",
                   "cupy_dma.backends.flex", "cupy_dma.backends.triton", "cupy_dma.backends.torch_common",
                   "cupy_dma.transformers", "cupy_dma.retrofit")
 
 
 class Import(NamedTuple):
-    module: str  # that imports
+    module: str  # the importing module
     target: str
     line: int
     deferred: bool  # inside a function
-    typing: bool  # for type checkers alone
+    typing: bool  # only for type checkers
 
     def __str__(self) -> str:
         return f"{self.module}:{self.line} imports {self.target}"
@@ -88,9 +88,9 @@ def imports() -> list[Import]:
 
 
 def own_imports() -> list[Import]:
-    """Of cupy_dma itself. What a package's __init__ imports for type checkers are the names that it loads on demand,
-    the registry loads whatever serves a call, and torch/__init__.py exports operators and layers; these stand
-    below what they hand out."""
+    """Imports within cupy_dma. Exceptions: a package's __init__ imports for type checkers what it loads on demand, the
+    registry loads any backend, and torch/__init__.py exports operators and layers, although these units are below what
+    they import."""
     return [found for found in imports() if found.target.partition(".")[0] == "cupy_dma"
             and not (found.typing and found.module == "cupy_dma")
             and found.module != "cupy_dma.torch"
@@ -98,7 +98,7 @@ def own_imports() -> list[Import]:
 
 
 def unit_and_layer(module: str) -> tuple[str, int]:
-    """The unit of a module, and which layer that is."""
+    """The unit of a module, and the number of its layer."""
     exact = {name: layer for layer, names in enumerate(LAYERS) for name in names}
     parts = module.split(".")
     for depth in range(len(parts), 0, -1):
@@ -128,7 +128,7 @@ def test_imports_go_down():
 
 
 def test_no_modules_import_each_other():
-    """A package's __init__ runs ahead of its modules, but that is no import of their own."""
+    """A package's __init__ runs before its modules, but does not count as their import."""
     graph: dict[str, set[str]] = {module: set() for module in modules()}
     for found in own_imports():
         if not found.typing and found.target != found.module:

@@ -1,4 +1,4 @@
-"""The end of a run that has left out tests says which and why, as its last line."""
+"""A run that skipped tests says at its end which and why, with a summary as its last line."""
 import os
 import subprocess
 import sys

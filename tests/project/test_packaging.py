@@ -1,4 +1,4 @@
-"""What is in the wheel, and that the CUDA sources are found from a wheel, an editable install and the tree."""
+"""Contents of the wheel, and that the CUDA sources are found in a wheel, an editable install and the tree."""
 import configparser
 import importlib.metadata
 import importlib.util

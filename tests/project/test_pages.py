@@ -1,4 +1,4 @@
-"""The Python blocks of pages that no test of a module runs."""
+"""Runs the Python blocks of pages that no other test runs."""
 import numpy as np
 import pytest
 
@@ -25,7 +25,7 @@ def test_get_started(capsys):
     assert names["out"].shape == (1, 1024, 4, 64) and names["layer"].attention.A.grad is not None
     said = capsys.readouterr().out
     for comment in ("(1, 1024, 4, 64) (1, 4, 1024)", "torch.Size([2])", "torch.Size([2, 1, 64])"):
-        assert comment in said  # what the pages say is printed
+        assert comment in said  # the output that the page shows
 
 
 def test_concepts(capsys):
@@ -72,7 +72,7 @@ def test_the_page_about_backends(capsys):
 
 
 def test_every_page_is_run_or_holds_no_python():
-    """Pages with Python blocks that are not run here are those that tests of their modules run."""
+    """Every page with Python blocks is run here or by the tests of its module."""
     elsewhere = {"decoding.md", "layers.md", "training.md", "coming_from_flash_dmattn.md",
                  "distributed.md", "retrofit.md", "serving.md", "transformers.md", "usage.md", "vllm.md"}
     here = {"biases-and-eviction.md", "get-started.md", "concepts.md", "gallery.md", "sharp-bits.md",

@@ -16,7 +16,7 @@ from tests.gpu import precompile  # noqa: E402
 
 
 def test_the_grids_reach_every_kernel(monkeypatch):
-    """A few of their cases do."""
+    """A few cases of the grids request every kernel."""
     monkeypatch.setattr(precompile.cases, "CASES", precompile.cases.CASES[::8])
     monkeypatch.setattr(precompile, "TILES", {name: precompile.TILES[name] for name in ("128x128", "192x64")})
     found = precompile.hopper_configs()
@@ -49,12 +49,12 @@ def test_a_recorder_runs_nothing():
     with emulator.hopper_gpu(precompile.Recorder) as runtime:
         dma.attention(x, x, x, backend="emulator")
         assert runtime.configs
-    assert dma.attention(x, x, x, backend="emulator").min() == 1  # the emulator is itself again
+    assert dma.attention(x, x, x, backend="emulator").min() == 1  # the emulator works again
 
 
 @needs_compiler
 def test_compiled_once(tmp_path, monkeypatch, capsys):
-    jit.compile.cache_clear()  # of another test in this process
+    jit.compile.cache_clear()  # entries of another test in this process
     monkeypatch.setenv("CUPY_DMA_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(precompile, "portable_configs", lambda: {LayoutConfig("__half"): None})
     for new in (1, 0):

@@ -1,6 +1,6 @@
-"""The README fits on few screens, its code prints what it says, and its chart is the recorded one. The pages that it
-refers to: every Python block of docs/usage.md runs without a warning, and the tables of docs/performance.md are those
-in the recorded results."""
+"""The README fits on few screens, its code prints the output shown, and its chart matches the recorded results. Every
+Python block of docs/usage.md runs without a warning, and the tables of docs/performance.md match the recorded
+results."""
 import importlib.util
 import os
 import re
@@ -21,18 +21,18 @@ BLOCKS = [(bool(gpu), code, USAGE[:place].count("\n"))
 
 
 def python(folder, text):
-    """What a script prints, for a reader who takes every warning for an error."""
+    """Run a script with warnings as errors and return its output."""
     (folder / "page.py").write_text(text)
     done = subprocess.run([sys.executable, "-X", "dev", "-W", "error", folder / "page.py"], cwd=folder,
                           env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stderr == ""  # where warnings of destructors and of the end of the interpreter go
+    assert done.stderr == ""  # warnings of destructors and of interpreter shutdown go there
     return done.stdout
 
 
 def run(folder, blocks, check):
     """Run blocks one after the other, as a reader would; then ``check``."""
-    lines = [""] * (USAGE.count("\n") + 1)  # a traceback's lines are those of the page
+    lines = [""] * (USAGE.count("\n") + 1)  # so line numbers in tracebacks are those of the page
     for _, code, line in blocks:
         if "import torch" not in code or find_spec("torch"):
             lines[line:line + code.count("\n")] = code.splitlines()

@@ -1,5 +1,5 @@
-"""What a release is made of: sdist and wheel that install in a clean environment, versions that agree, types that a
-strict user can rely on."""
+"""Parts of a release: sdist and wheel that install in a clean environment, matching versions, and types that pass mypy
+--strict."""
 import os
 import re
 import shutil
@@ -69,7 +69,7 @@ def test_the_file_of_a_strict_user_runs(file, needs):
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory) -> Path:
-    """The folder of sdist and wheel, made and checked by the usual tools."""
+    """The folder of sdist and wheel, built and checked by the usual tools."""
     folder = tmp_path_factory.mktemp("release")
     tools = folder / "tools"
     run(sys.executable, "-m", "venv", tools)
