@@ -12,13 +12,14 @@ Tokens are sampled by adding Gumbel noise to the logits. Rounding must not decid
 same model would soon disagree on the text. So each token has DRAWS draws of noise, and uses the draw whose best token
 leads by the largest margin. The choice is recorded and reused whenever the text is computed again.
 
-Comparison. Two computations without the cache, with the same weights and random numbers: 1. free run: keeps all keys and values, and selects the best ``window`` of them from scratch for every token. The run
+Comparison. Two computations without the cache, with the same weights and random numbers:
+
+1. free run: keeps all keys and values, and selects the best ``window`` of them from scratch for every token. The run
    reads only its own tokens. Its memory and time grow, so it stops after --free tokens.
 2. teacher forcing: one pass of the model over the generated text, up to --forced tokens, gives the token that it would
    have written at each position.
 
-Every token must be the same,
-and memory must not have grown; otherwise the exit status is 1.
+Every token must be the same, and memory must not have grown; otherwise the exit status is 1.
 """
 from __future__ import annotations
 

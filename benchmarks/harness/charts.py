@@ -38,7 +38,7 @@ def colormaps() -> Any:
 
 
 def size_of(n: float) -> str:
-    """``2K`` of 2048, ``1M`` of 1048576."""
+    """A size as a label: ``2K`` for 2048, ``1M`` for 1048576."""
     return f"{n / 2**20:g}M" if n >= 2**20 else f"{n / 1024:g}K" if n >= 1024 else f"{n:g}"
 
 

@@ -182,8 +182,8 @@ def _flex_pass(query, key, start, stop, block: int, compiled: bool, delay: int =
 
 
 def flex_intervals(query, key, value, start, stop, bias, block: int = 128) -> torch.Tensor:
-    """FlexAttention under an interval mask with a key bias, the block mask built in the call: one function to compile.
-    Query, key, value and result as ``(B, N, H, D)``."""
+    """FlexAttention under an interval mask with a key bias, as one function to compile; it also builds the block mask.
+    Query, key, value and result are ``(B, N, H, D)``."""
     group = query.shape[2] // key.shape[2]
     start, stop = (x.expand(key.shape[0], key.shape[2], key.shape[1]) for x in (start, stop))
     mask = interval_block_mask(start, stop, query.shape[1], group, block)

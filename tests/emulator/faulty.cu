@@ -1,5 +1,5 @@
-// Small kernels, right and wrong, by which tests/emulator/tests/test_faults.py tests the emulator itself. The marks
-// `(at ...)` name the lines that a report must point to.
+// Small right and wrong kernels with which tests/emulator/tests/test_faults.py tests the emulator. The marks `(at ...)`
+// name the lines that a report must point to.
 #define ELEMENT __half
 #include "sm90/ptx.cuh"
 
@@ -33,8 +33,8 @@ extern "C" __global__ void collectives(const Arguments p) {
         out[352] = __reduce_max_sync(half, x);
 }
 
-// Every block leaves a number; the one with the last ticket of its pair of blocks adds up both, that of the last pair all.
-// out (n): sums of pairs, the sum of all, tickets of pairs and of all, numbers of the blocks
+// Every block writes a number. The block with the last ticket of its pair adds up both; that of the last pair adds up
+// all. out (n): sums of pairs, the sum of all, tickets of pairs and of all, numbers of the blocks
 extern "C" __global__ void tickets(const Arguments p) {
     wait_for_earlier_kernels();
     const int pairs = gridDim.x / 2, pair = blockIdx.x / 2;
@@ -42,9 +42,9 @@ extern "C" __global__ void tickets(const Arguments p) {
     int* numbers = p.out + 2 * pairs + 2;
     __shared__ int last;
     if (threadIdx.x == 1) numbers[blockIdx.x] = p.in[blockIdx.x];
-    __syncthreads();  // the number is there
+    __syncthreads();  // the number is written
     if (threadIdx.x == 0) last = take_ticket(counters + pair, 1) == 1;
-    __syncthreads();  // all know whether both numbers are
+    __syncthreads();  // all threads know whether both numbers are written
     if (!last) return;
     if (threadIdx.x == 2) p.out[pair] = numbers[2 * pair] + numbers[2 * pair + 1];
     if (threadIdx.x == 3 && take_ticket(counters + pairs, pairs - 1) == pairs - 1) {
@@ -128,7 +128,7 @@ extern "C" __global__ void pipeline(const Arguments p) {
 struct Sums {
     float* out;
 };
-// every thread adds to the same 128 numbers, by vectors and in bulk
+// every thread adds to the same 128 numbers, with vector and bulk reductions
 extern "C" __global__ void reductions(const Sums p) {
     wait_for_earlier_kernels();
     __shared__ __align__(16) float rows[32][4];
@@ -161,7 +161,7 @@ struct Tf32 {
     float* product;    // (16, 8)
     int n;
 };
-// in, rounded; and of its first numbers a 16x8 matrix A times an 8x8 matrix B
+// rounds `in`; multiplies a 16x8 matrix A by an 8x8 matrix B, both from its first numbers
 extern "C" __global__ void tf32(const Tf32 p) {
     wait_for_earlier_kernels();
     for (int i = threadIdx.x; i < p.n; i += 32) p.rounded[i] = round_tf32(p.in[i]);
@@ -180,7 +180,7 @@ __device__ __half& swizzled(__half* matrix, int row, int column) {
 
 template <Major a_major, Major b_major>
 __device__ void multiply_majors(const Arguments& p, __half* a, __half* b, int* out) {
-    __syncthreads();  // nobody multiplies the matrices before
+    __syncthreads();  // no thread multiplies the matrices before this
     for (int i = threadIdx.x; i < 64 * 16; i += blockDim.x)
         from_float(a_major == Major::K ? swizzled(a, i / 16, i % 16) : swizzled(a, i % 16, i / 16), p.in[i]);
     for (int i = threadIdx.x; i < 16 * 32; i += blockDim.x)
@@ -210,7 +210,7 @@ extern "C" __global__ void majors(const Arguments p) {
     multiply_majors<Major::MN, Major::MN>(p, a, b, p.out + 3 * 2048);
 }
 
-// ---- waiting for ever, or for the wrong ones ----
+// ---- waiting forever, or for the wrong threads ----
 extern "C" __global__ void divergent_barrier(const Arguments p) {
     wait_for_earlier_kernels();
     if (threadIdx.x < 16)
@@ -388,7 +388,7 @@ extern "C" __global__ void store_not_waited(const Arguments p) {
 }
 
 // ---- memory ----
-// the stage is filled again without waiting until it is empty
+// the stage is refilled without waiting until it is empty
 extern "C" __global__ void pipeline_race(const Arguments p) {
     wait_for_earlier_kernels();
     __shared__ int row[32];
@@ -406,7 +406,7 @@ extern "C" __global__ void pipeline_race(const Arguments p) {
     }
 }
 
-// the third warp waits for the second one, though it reads what the first one writes
+// the third warp waits for the second one, but reads what the first one writes
 extern "C" __global__ void barrier_of_others(const Arguments p) {
     wait_for_earlier_kernels();
     __shared__ int row[32];
@@ -464,7 +464,7 @@ extern "C" __global__ void block_race(const Arguments p) {
     p.out[threadIdx.x] = blockIdx.x;  // (at block_race)
 }
 
-// The number is written behind the ticket.
+// The number is written after the ticket is taken.
 extern "C" __global__ void ticket_too_early(const Arguments p) {
     wait_for_earlier_kernels();
     bool last = false;
@@ -475,7 +475,7 @@ extern "C" __global__ void ticket_too_early(const Arguments p) {
     if (threadIdx.x == 0 && last) p.out[3] = p.out[1] + p.out[2];  // (at ticket_too_early)
 }
 
-// Another thread than the ticket's reads, and no barrier is between them.
+// A thread other than the ticket's reads, without a barrier between them.
 extern "C" __global__ void ticket_of_another(const Arguments p) {
     wait_for_earlier_kernels();
     if (threadIdx.x == 0) p.out[1 + blockIdx.x] = 1;
@@ -483,7 +483,7 @@ extern "C" __global__ void ticket_of_another(const Arguments p) {
     if (threadIdx.x == 1 && blockIdx.x == 1) p.out[3] = p.out[1];  // (at ticket_of_another)
 }
 
-// The copy is asked for ahead of the wait, by one thread of a warp that waits otherwise.
+// The copy is issued before the wait, by one thread of a warp whose other threads wait.
 extern "C" __global__ void copy_too_early(const Arguments p) {
     __shared__ int row[32];
     if (threadIdx.x != 5) wait_for_earlier_kernels();
@@ -494,7 +494,7 @@ extern "C" __global__ void copy_too_early(const Arguments p) {
     p.out[threadIdx.x] = row[threadIdx.x];
 }
 
-// The TMA load is issued behind the wait, but may arrive at once.
+// The TMA load is issued after the wait, and may arrive immediately.
 extern "C" __global__ void tma_too_early(const Arguments p) {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     __shared__ Barrier barrier;
@@ -504,13 +504,13 @@ extern "C" __global__ void tma_too_early(const Arguments p) {
     barrier_wait(&barrier, 0);
 }
 
-// The kernel ahead may still read what is written.
+// The previous kernel may still read what this one writes.
 extern "C" __global__ void write_too_early(const Arguments p) {
     p.out[threadIdx.x] = 1;  // (at write_too_early)
     wait_for_earlier_kernels();
 }
 
-// The one thread that has nothing to do ends ahead of the kernel ahead.
+// A thread without work exits without waiting for the previous kernel.
 extern "C" __global__ void exit_too_early(const Arguments p) {
     if (threadIdx.x == 31) return;
     wait_for_earlier_kernels();

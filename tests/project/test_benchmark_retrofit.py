@@ -84,7 +84,7 @@ def test_documents_are_split_by_group(documents, tokenizer):
 
 
 def test_documents_of_packages(tmp_path):
-    """Lines of an R data base, and the kernel's and Python's reStructuredText."""
+    """Reads the lines of an R database, and the reStructuredText of the kernel and of Python."""
     lines = [b"PERSUASION", *(b"line %d" % i for i in range(1200))]
     record = b"head" + b"".join(b"\x00\x04\x00\x09" + len(line).to_bytes(4, "big") + line for line in lines)
     small = zlib.compress(b"few")

@@ -1,4 +1,4 @@
-// The emulated GPU: blocks one after the other, their threads as fibers, and a record of every access to memory.
+// The emulated GPU: runs blocks one after another, with threads as fibers, and records every access to memory.
 //
 // Python (runtime.py) loads a compiled kernel, tells which memory it may touch, and launches it. Kernels compiled with
 // g++ -fsanitize=thread report each of their loads and stores by calling the __tsan_* functions, which are defined here
@@ -60,7 +60,7 @@ int load(const std::string& path) {
     return static_cast<int>(m.libraries.size()) - 1;
 }
 
-// Lets AddressSanitizer know how much dynamic shared memory there is, and forgets what abandoned fibers left on stacks.
+// Tells AddressSanitizer the size of dynamic shared memory, and clears what abandoned fibers left on stacks.
 void tell_address_sanitizer() {
     if (!__asan_poison_memory_region) return;
     const Library& l = *m.library;
@@ -129,7 +129,7 @@ void launch(int library, const std::string& kernel, unsigned grid, unsigned thre
     if (!m.error.empty()) throw Fault(m.error);
 }
 
-// `item`: bytes of an element; those of one byte are watched singly.
+// `item`: bytes of an element; one-byte elements are watched one by one.
 int add_region(uintptr_t pointer, size_t bytes, const std::string& name, bool writable, py::object valid, unsigned item) {
     auto r = std::make_unique<Region>();
     r->id = m.next_region++;
@@ -156,14 +156,14 @@ void remove_region(int id) {
     if (r != m.regions.end()) m.regions.erase(r);
 }
 
-// The host has written all of it.
+// Marks all of it as written by the host.
 void initialise_region(int id) {
     const auto r = find_region(id);
     if (r != m.regions.end())
         for (Cell& cell : (*r)->cells) cell.initialised = true;
 }
 
-// Sets memory, of one region, to zero, as the host does between launches.
+// Sets memory in one region to zero, as the host does between launches.
 void clear(uintptr_t pointer, size_t bytes) {
     for (auto& r : m.regions)
         if (r->writable && r->begin <= pointer && pointer + bytes <= r->end) {
@@ -175,7 +175,7 @@ void clear(uintptr_t pointer, size_t bytes) {
     throw Fault("memory is set to zero that the call has not made");
 }
 
-// From now on read-only: what was written can be read.
+// Makes memory read-only from now on: written bytes can be read.
 void freeze_region(int id) {
     const auto found = find_region(id);
     if (found == m.regions.end()) return;
@@ -186,7 +186,8 @@ void freeze_region(int id) {
     r.writable = false;
 }
 
-// (offset of the first byte never written, offset of the first byte written more often in a launch than `most`), -1 for none.
+// (offset of the first byte never written, offset of the first byte written more than `most` times in a launch); -1:
+// none.
 py::tuple written(int id, int most) {
     const auto found = find_region(id);
     if (found == m.regions.end()) throw std::runtime_error("no such region");
@@ -201,7 +202,7 @@ py::tuple written(int id, int most) {
 
 }  // namespace
 
-// ---- what kernels call (machine.h) ----
+// ---- functions called by kernels (machine.h) ----
 extern "C" {
 int machine_barrier(BarrierKind kind, int value, Where where) {
     Thread& t = self();
@@ -343,7 +344,7 @@ void machine_bulk_reduce(float* global, const float* shared, int bytes, Where wh
     if (bytes % 16 || reinterpret_cast<uintptr_t>(global) % 16 || reinterpret_cast<uintptr_t>(shared) % 16)
         fault("bulk reduction at " + at(where) + ": addresses and size must be multiples of 16 bytes");
     if (!self().waited) fault("bulk reduction at " + at(where) + TOO_EARLY);
-    for (int i = 0; i < bytes / 4; ++i) machine_access(shared + i, 4, READ, where);  // may be read now, or at the wait
+    for (int i = 0; i < bytes / 4; ++i) machine_access(shared + i, 4, READ, where);  // the hardware may read it now or at the wait
     if (self().bulk.empty()) self().bulk.emplace_back();
     self().bulk.back().push_back({global, shared, bytes, where});
 }
@@ -380,7 +381,7 @@ void machine_ticket(const void* counter) {
     Handovers& taken = m.tickets[counter];
     for (const auto& [block, handover] : taken)
         m.known.push_back({block, m.barriers, static_cast<uint16_t>(m.current), handover});
-    for (const Known& known : m.known) {  // and hand on what it knows itself
+    for (const Known& known : m.known) {  // passes on what this block knows
         Handover& last = taken.try_emplace(known.block, known.handover).first->second;
         if (known.handover.barrier > last.barrier) last = known.handover;
     }
@@ -389,7 +390,7 @@ void machine_ticket(const void* counter) {
 
 void machine_trap(const char* what, Where where) { fault(std::string(what) + " at " + at(where)); }
 
-// ---- what g++ -fsanitize=thread has kernels call ----
+// ---- functions called by kernels built with g++ -fsanitize=thread ----
 #define CODE __builtin_return_address(0)
 #define REPORT(bytes)                                                                                                  \
     void __tsan_read##bytes(void* p) { report(p, bytes, READ, CODE); }                                                 \

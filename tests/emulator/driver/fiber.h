@@ -33,7 +33,7 @@ fiber_switch:
     ret
 .size fiber_switch, . - fiber_switch
 )");
-constexpr int SAVED_WORDS = 6, RETURN_WORD = 6, FRAME_WORDS = 8;  // the return address, and 8 bytes as if it was called
+constexpr int SAVED_WORDS = 6, RETURN_WORD = 6, FRAME_WORDS = 8;  // the return address, and 8 bytes as after a call
 #elif defined(__aarch64__)
 asm(R"(
 .text
@@ -73,7 +73,7 @@ constexpr int SAVED_WORDS = 20, RETURN_WORD = 11, FRAME_WORDS = 20;
 #error "fiber_switch is written for x86-64 and AArch64; add this processor's callee-saved registers"
 #endif
 
-// A stack with an unmapped page below it, so that an overflow is a fault and no corruption.
+// A stack with an unmapped page below it, so that an overflow faults instead of corrupting memory.
 class Stack {
   public:
     static constexpr size_t BYTES = 256 * 1024;  // of address space; only touched pages are memory

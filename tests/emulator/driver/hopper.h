@@ -1,7 +1,7 @@
-// What only Hopper has: warpgroup MMAs, and TMA (machine.h, include/sm90_host.h).
+// Features of Hopper: warpgroup MMAs and TMA (machine.h, include/sm90_host.h).
 //
-// All of it is asynchronous, and happens as late as it may: MMAs when their warp waits for them, a tile of a tensor when
-// some thread waits for its bytes, a tile of outputs when its thread waits for it.
+// All of these are asynchronous and run as late as allowed: MMAs when their warp waits for them, a tile of a tensor
+// when some thread waits for its bytes, a tile of outputs when its thread waits for it.
 #pragma once
 #include "schedule.h"
 #include "tensor.h"
@@ -13,10 +13,10 @@ constexpr unsigned ROW_BYTES = 128, PIECE_BYTES = 16, ROWS_OF_SWIZZLE = 8;
 
 uintptr_t in_shared(unsigned address) { return m.library->dynamic + address; }
 
-// The pieces of 16 bytes of a row change places by its number, counted from a multiple of eight rows.
+// The 16-byte pieces of a row are permuted by the row's number modulo eight.
 unsigned swizzled(unsigned address) { return address ^ (address / ROW_BYTES % ROWS_OF_SWIZZLE * PIECE_BYTES); }
 
-// Of these bytes of a row, in order: the number of the first element, and where it is.
+// For these bytes of a row, in order: the number of the first element, and its address.
 template <typename Take>
 void for_each_piece(unsigned address, unsigned bytes, Where where, const Take& take) {
     for (unsigned i = 0; i < bytes; i += PIECE_BYTES) {
@@ -30,7 +30,7 @@ void for_each_piece(unsigned address, unsigned bytes, Where where, const Take& t
 unsigned first_of(uint32_t descriptor) { return (descriptor & 0x3fff) * 16; }
 unsigned chunk_bytes_of(uint32_t descriptor) { return (descriptor >> 16 & 0x3fff) * 16; }
 
-// The lane's elements are poison until the MMAs are done; what they are added to is kept meanwhile.
+// The lane's elements are poison until the MMAs are done; the accumulators' old values are kept meanwhile.
 void begin(WarpMma& mma) {
     for (const auto& group : self().mmas)
         for (const WarpMma& other : group)
@@ -116,7 +116,7 @@ void multiply_rows(const std::vector<WarpMma*>& lanes) {
         for (int i = 0; i < 8 * any.fragments; ++i) lanes[lane]->d[i] = accumulators[place(lane, i)];
 }
 
-// All of a warp have come to the wait: its oldest groups are done but for as many as may be pending.
+// All lanes of a warp have reached the wait: completes its oldest groups, except for those that may stay pending.
 void finish_mmas(OpenMeeting& o) {
     const unsigned warp = m.current / 32;
     const auto mmas = [&](unsigned lane) -> auto& { return m.threads[warp * 32 + lane]->mmas; };
@@ -169,7 +169,7 @@ void check_tma(const TensorDescription& t, const void* shared, int axes, const c
         fault(format("%s at %s: its place in dynamic shared memory must be a multiple of 128 bytes", what, at(where).c_str()));
 }
 
-// Of a row of a tile in shared memory: its 16-byte pieces.
+// The 16-byte pieces of a tile's row in shared memory.
 template <typename Act>
 void for_each_shared_piece(const void* shared, unsigned row, const Act& act) {
     const unsigned first = static_cast<unsigned>(reinterpret_cast<uintptr_t>(shared) - m.library->dynamic) + row * ROW_BYTES;
@@ -196,7 +196,7 @@ void land(const TmaLoad& tile) {
     m.current = running;
 }
 
-// Tiles whose bytes are all that a barrier with a thread waiting at it lacks.
+// Tiles whose bytes are all that is missing at a barrier with a waiting thread.
 void land_tiles(Event& e) {
     for (auto tile = m.tma_loads.begin(); tile != m.tma_loads.end();) {
         if (tile->event != &e) {

@@ -18,14 +18,14 @@ void learn(Clocks& clocks, const Clocks& more) {
     for (size_t i = 0; i < more.size(); ++i) clocks[i] = std::max(clocks[i], more[i]);
 }
 
-// What the running thread has done and seen so far is told to whoever opens the barrier.
+// Passes everything that the running thread has done and seen to the thread that opens the barrier.
 void tell(Event& e) {
     Thread& t = self();
     learn(e.arriving, t.clocks);
     ++t.clocks[m.current];
 }
 
-// All of these threads have seen what each of them has.
+// From now on, each of these threads has seen what any of them has seen.
 void exchange(const std::vector<unsigned>& threads) {
     Clocks all;
     for (unsigned i : threads) learn(all, m.threads[i]->clocks);
@@ -35,7 +35,7 @@ void exchange(const std::vector<unsigned>& threads) {
     }
 }
 
-// Without barriers of some threads a warp's lanes need not tell each other what they know; from the first one on they do.
+// Lanes of a warp need to share what they know only once there are barriers for some threads.
 void begin_events() {
     if (m.has_events) return;
     m.has_events = true;
@@ -59,8 +59,8 @@ void complete(OpenMeeting& o, unsigned warp) {
     Warp& w = m.warps[warp];
     o.complete = true;
     o.meeting.present = o.arrived;
-    const bool orders = o.kind == SYNC_WARP || o.kind == WGMMA;  // what the MMAs have read they read for all lanes
-    if (orders) {  // what one lane has waited for, all of them have now
+    const bool orders = o.kind == SYNC_WARP || o.kind == WGMMA;  // MMAs read for all lanes
+    if (orders) {  // a wait by one lane counts for all lanes
         uint32_t barrier = 0;
         for (unsigned lane = 0; lane < 32; ++lane)
             if (o.arrived >> lane & 1) barrier = std::max(barrier, m.threads[warp * 32 + lane]->barrier);
@@ -146,8 +146,8 @@ void pass(const Event& e) {
 
 void land_tiles(Event& e);
 
-// Ends the phase if nothing is missing any more: those that wait go on, ordered after all that came before the arrivals
-// (shadow.h). Bytes come when nothing else is missing, and `asked`: somebody waits for them.
+// Ends the phase if nothing is missing: waiting threads continue, ordered after everything before the arrivals
+// (shadow.h). Bytes arrive when nothing else is missing and some thread waits for them (`asked`).
 void settle(Event& e, bool waits, bool asked) {
     if (e.pending > 0) return;
     if (asked || !e.waiting.empty()) land_tiles(e);
@@ -167,7 +167,7 @@ void settle(Event& e, bool waits, bool asked) {
     e.waiting.clear();
 }
 
-// One more arrival.
+// Counts one arrival.
 void arrive(Event& e, bool waits) {
     if (e.pending == 0) fault("an arrival at a barrier that has had all of its phase");
     --e.pending;
@@ -245,7 +245,7 @@ struct Order {
     std::mt19937* random;
 
     template <typename T>
-    void arrange(std::vector<T>& items) const {  // from any order
+    void arrange(std::vector<T>& items) const {  // items may come in any order
         if (name == "random") {
             std::shuffle(items.begin(), items.end(), *random);
             return;
@@ -262,7 +262,7 @@ void run(unsigned i) {
     m.current = -1;
 }
 
-// Runs one warp until no lane of it can go on, or for `patience` rounds over its lanes.
+// Runs one warp until none of its lanes can continue, or for `patience` rounds over its lanes.
 bool run_warp(unsigned warp, const Order& order, std::vector<unsigned>& lanes, unsigned patience) {
     bool any = false, again = true;
     for (unsigned round = 0; again && round < patience; ++round) {

@@ -1,4 +1,4 @@
-// What the emulator knows of every two bytes of memory: who read and wrote them last, and whether anybody wrote them.
+// The emulator's record of every two bytes of memory: who read and wrote them last, and whether they were ever written.
 //
 // Two accesses by different threads are a race if one of them writes (and not both are atomic) and nothing orders them:
 //   shared memory          a barrier of the block, or for lanes of a warp a __syncwarp or the wait for their MMAs. Beyond
@@ -31,12 +31,12 @@ struct Access {
 
 struct SharedCell {
     Access write;
-    uint32_t in_flight = 0;  // epoch in which an asynchronous copy to here began that has not been waited for
+    uint32_t in_flight = 0;  // epoch of an asynchronous copy to here that no thread has waited for
     uint32_t readers = 0;    // warps that have read it since `write`
     uint32_t awaited = 0;    // another block of the cluster wrote it: threads see it from this wait for the cluster on
 };
 
-// The same of global memory, when and by whom: all that ordering needs.
+// The same for global memory: when and by whom it was accessed, as needed for ordering.
 struct Moment {
     uint32_t epoch = 0;  // serial number of the launch; 0: never
     uint32_t block = 0, barrier = 0, opened = 0, warp_sync = 0;  // barrier: waited at; opened: by anybody
@@ -55,8 +55,8 @@ struct Moment {
         return warp_sync == now.warp_sync && (many_lanes || thread != now.thread);
     }
 
-    // Takes note of one more access, of the same block or a later epoch; forgets those that every later access in question
-    // is ordered after.
+    // Records one more access, of the same block or a later epoch; drops accesses that all relevant later ones are
+    // ordered after.
     void add(const Moment& now) {
         if (epoch != now.epoch || now.barrier > opened) {
             const bool blocks = epoch == now.epoch && many_blocks;
@@ -92,5 +92,5 @@ struct Region {
     bool writable;
     unsigned cell;                // bytes of a cell
     std::vector<Cell> cells;      // of writable memory
-    std::vector<uint8_t> valid;   // of read-only memory, one per byte; empty: all of it
+    std::vector<uint8_t> valid;   // for read-only memory, one per byte; empty: all valid
 };

@@ -1,4 +1,4 @@
-// What the processor or the compiler's traps find: a signal becomes a fault of the launch.
+// Turns signals of the processor and of compiler traps into faults of the launch.
 #pragma once
 #include <signal.h>
 #include <ucontext.h>
@@ -8,7 +8,7 @@
 namespace {
 
 void on_signal(int number, siginfo_t* info, void* context) {
-    if (m.current < 0) {  // not ours
+    if (m.current < 0) {  // not from a kernel
         signal(number, SIG_DFL);
         return;
     }

@@ -1,4 +1,4 @@
-// The state of the emulated machine, places in the source, and how a launch ends that is at fault.
+// The state of the emulated machine, source locations, and the end of a faulty launch.
 #pragma once
 #include <cstdarg>
 #include <cstdio>
@@ -40,15 +40,15 @@ struct BulkReduction {
     Where where;
 };
 
-// Of every thread of the block, up to which time of its clock what it did has been seen.
+// For every thread of the block, the time on its clock up to which its actions have been seen.
 using Clocks = std::vector<uint32_t>;
 
 // A named barrier, or a barrier in shared memory.
 struct Event {
-    unsigned count = 0, pending = 0, phase = 0;  // arrivals of a phase, those still to come, phases that have ended
-    long long bytes = 0;                         // that the phase still waits for
+    unsigned count = 0, pending = 0, phase = 0;  // arrivals per phase, arrivals still missing, completed phases
+    long long bytes = 0;                         // bytes that the phase still waits for
     std::vector<unsigned> waiting;
-    Clocks arriving, opened;  // what those knew who have come so far, and in the phase that ended last
+    Clocks arriving, opened;  // knowledge of the threads that arrived in this phase, and in the last completed one
 };
 
 // A tensor of 16-bit elements as copy_engine.py describes it.
@@ -83,17 +83,18 @@ struct WarpMma {
     uint32_t a_descriptor, b_descriptor;
     bool a_by_rows, b_by_rows, add, bfloat16;
     Where where;
-    std::vector<float> before;  // d when it was issued; empty: what the MMAs before it have made
+    std::vector<float> before;  // d when it was issued; empty: the result of earlier MMAs
 };
 
-// What is known of a block by those that were handed a ticket after it: everything before barrier `barrier` of it, and all
-// of its thread `thread`.
+// What later takers of a ticket know of a block: everything before its barrier `barrier`, and everything that its
+// thread `thread` did.
 struct Handover {
     uint32_t barrier;
     uint16_t thread;
 };
 using Handovers = std::map<uint32_t, Handover>;  // by block
-// What a block was handed over of another one: its thread `to` knows it, and all that have waited at a barrier after `at`.
+// What a block learned of another one by a ticket: known to its thread `to`, and to threads that waited at a barrier
+// after `at`.
 struct Known {
     uint32_t block, at;
     uint16_t to;
@@ -101,7 +102,7 @@ struct Known {
 };
 
 struct OpenMeeting {
-    Meeting meeting;  // first: a lane is given its address
+    Meeting meeting;  // first member: a lane gets its address
     MeetingKind kind;
     Where where;
     unsigned arrived, left;
@@ -160,13 +161,13 @@ struct Machine {
     Library* library = nullptr;
     std::string kernel, error;
     void (*enter)(const void*) = nullptr;
-    alignas(64) char params[4096];  // as much as a launch may pass, on as many bytes as a tensor map needs
-    bool watched = false, alone = false;  // alone: no kernel is ahead in the stream, so threads need not wait for one
-    bool abandoned = false;  // a launch has ended with fibers on their way
+    alignas(64) char params[4096];  // the maximum size, with the alignment that a tensor map needs
+    bool watched = false, alone = false;  // alone: no kernel precedes this one, so threads need not wait
+    bool abandoned = false;  // a launch ended while fibers were running
     size_t dynamic_bytes = 0;
     uint32_t launches = 0, blocks = 0;  // serial numbers, over all launches
     uint64_t accesses = 0;
-    std::map<const void*, Handovers> tickets;                // by counter: who has taken one, and what they knew
+    std::map<const void*, Handovers> tickets;                // per counter: who has taken a ticket, and what they knew
     std::map<const Moment*, std::vector<Moment>> others;     // accesses of other blocks than the Moment's own
 
     // of the cluster: what other blocks write to its first one's dynamic shared memory
@@ -184,7 +185,7 @@ struct Machine {
     int barrier_result[2];
     Where barrier_where;
     BarrierKind barrier_kind;
-    std::vector<Known> known;    // what tickets have handed over to it
+    std::vector<Known> known;    // what it has learned by tickets
 
     int current = -1;  // the running thread
     void* scheduler = nullptr;
@@ -233,7 +234,7 @@ std::string place() {
     return format("kernel %s, block %u, thread %d", m.kernel.c_str(), blockIdx.x, m.current);
 }
 
-// Ends the launch. Fibers are abandoned where they stand.
+// Ends the launch and abandons its fibers.
 [[noreturn]] void fault(const std::string& what) {
     m.error = what + "\n  in " + place();
     void* unused;

@@ -41,7 +41,7 @@ struct Product {
     const uint16_t *a, *b;
     const float* c;
     bool bfloat16;
-    int differs;  // an element whose two copies are not the same; -1
+    int differs;  // an element whose two copies differ, or -1
 };
 
 // d = a * b + c for a whole warp. Each element is a sum in order of k, every step rounded to float32.
@@ -69,7 +69,7 @@ void multiply(OpenMeeting& o) {
 struct Tf32Product {
     float* c;
     const float *a, *b;
-    int unrounded;  // a lane with an operand that is not a TF32 number; -1
+    int unrounded;  // a lane with an operand that is not a TF32 number, or -1
 };
 
 // c += a * b of 16x8 by 8x8 for a whole warp, summed in order of k, every step rounded to float32.
@@ -131,7 +131,7 @@ void multiply_half(OpenMeeting& o) {
     }
 }
 
-// A tile must be aligned and be the same for all lanes. Each lane looks after half a row of it.
+// A tile must be aligned and be the same for all lanes. Each lane checks half a row.
 void check_tile(MeetingKind kind, const void* tile, unsigned ld, size_t element, Where where) {
     const OpenMeeting* o = meet(~0u, kind, reinterpret_cast<uintptr_t>(tile), where);
     for (int lane = 0; lane < 32; ++lane)

@@ -1,4 +1,4 @@
-// Every access to memory is looked at here: is it within bounds, has the memory been written, does it race?
+// Checks every memory access: is it within bounds, has the memory been written, does it race?
 #pragma once
 #include <algorithm>
 
@@ -24,7 +24,7 @@ bool is_read(AccessKind kind) { return kind == READ || kind == LOOK; }
 
 const char* const DOES[] = {"reads", "writes", "changes it atomically", "reads"};  // by AccessKind
 
-// What a fault says of memory: "shared memory + 12", "out + 12".
+// Names memory in a fault's message: "shared memory + 12", "out + 12".
 struct Memory {
     const char* name;
     uintptr_t begin;
@@ -86,7 +86,7 @@ void touch(Cell& cell, const Memory& memory, uintptr_t address, AccessKind kind,
     cell.writes = cell.write.epoch == moment.epoch ? cell.writes + (cell.writes < 65535) : 1;
     cell.most_writes = std::max(cell.most_writes, cell.writes);
     if (kind == ATOMIC && cell.write.atomic)
-        note(cell.write, moment);  // what comes later must be ordered behind each of them
+        note(cell.write, moment);  // later accesses must be ordered after each of them
     else
         cell.write = moment;
     cell.initialised = true;
@@ -162,7 +162,7 @@ const char* access_name(AccessKind kind) { return is_read(kind) ? "read" : kind 
 }
 
 bool is_readable(const Region& r, uintptr_t address, size_t bytes) {
-    if (r.writable) return true;  // its cells know
+    if (r.writable) return true;  // its cells record this
     if (r.valid.empty()) return true;
     for (size_t i = address - r.begin; i < address - r.begin + bytes; ++i)
         if (!r.valid[i]) return false;

@@ -18,7 +18,7 @@ inline uint2 load_8(const void* global, bool exists) {
 }
 inline unsigned load_4(const void* global, bool exists) { return exists ? *static_cast<const unsigned*>(global) : 0; }
 
-// From the beginning of dynamic shared memory on, in which everything lies that is asked for.
+// Relative to the start of dynamic shared memory, which holds everything addressed this way.
 inline unsigned shared_address(const void* shared) {
     return static_cast<unsigned>(static_cast<const unsigned char*>(shared) - shared_memory);
 }
@@ -67,7 +67,7 @@ inline unsigned take_ticket(unsigned* counter, unsigned last, Where w = caller()
     return atomic_change(counter, w, [last](unsigned y) -> unsigned { return y >= last ? 0 : y + 1; });
 }
 
-// The twin of an instruction that the kernels do not use yet; arch.cuh gets its PTX when they do.
+// The twin of an instruction that kernels do not use yet; arch.cuh will get its PTX with the first use.
 
 // red.global.add.v4.f32
 inline void reduce_add_4(float* global, float4 x, Where w = caller()) {

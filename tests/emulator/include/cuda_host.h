@@ -1,4 +1,4 @@
-// CUDA C++ for g++: what nvcc and NVRTC know without an include. Included ahead of every kernel (g++ -include).
+// CUDA C++ for g++: the built-ins of nvcc and NVRTC. Included before every kernel (g++ -include).
 //
 // Kernels are compiled unchanged. __shared__ becomes thread_local, which C++ allows in a function and together with
 // `extern`: a kernel's shared memory is then the thread-local storage of its library, whose bounds the driver knows.
@@ -90,7 +90,7 @@ inline int __ffsll(unsigned long long x) { return __builtin_ffsll(static_cast<lo
 inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(static_cast<unsigned>(x)); }
 inline int __clzll(long long x) { return x == 0 ? 64 : __builtin_clzll(static_cast<unsigned long long>(x)); }
 
-// Fast forms: here they are the exact functions, rounded once.
+// Fast forms: here the exact functions, rounded once.
 inline float __expf(float x) { return std::exp(x); }
 inline float __logf(float x) { return std::log(x); }
 inline float __log2f(float x) { return std::log2(x); }
@@ -189,7 +189,7 @@ inline T shuffled(unsigned mask, T x, unsigned source, Where w) {
     std::memcpy(&y, &m->values[source], sizeof y);
     return y;
 }
-// Lanes are cut into groups of `width`; a source outside of the own group is the lane itself.
+// Lanes form groups of `width`; a source outside of a lane's group becomes the lane itself.
 template <typename T>
 inline T __shfl_sync(unsigned mask, T x, int source, int width = 32, Where w = caller()) {
     return shuffled(mask, x, (own_lane() & ~(width - 1u)) | (source & (width - 1u)), w);

@@ -1,4 +1,4 @@
-// What compiled kernels ask of the emulated machine. The driver (driver/driver.cpp) implements it.
+// The interface of compiled kernels to the emulated machine. The driver (driver/driver.cpp) implements it.
 //
 // A thread of the emulated GPU is a fiber: it runs until it must wait for others, which it does inside one of these
 // functions only. Each that can wait, or can find the kernel at fault, takes the place in the source it is called from.
@@ -11,7 +11,7 @@ struct Where {
     const char* file;
     int line;
 };
-// As a default argument of an intrinsic: the place of its call.
+// As a default argument of an intrinsic: the location of its call.
 inline Where caller(const char* file = __builtin_FILE(), int line = __builtin_LINE()) { return {file, line}; }
 
 struct Index3 {
@@ -20,9 +20,9 @@ struct Index3 {
 
 enum MeetingKind { SYNC_WARP, SHUFFLE, VOTE, REDUCE, WMMA_LOAD, WMMA_STORE, WMMA_MULTIPLY, MMA_TF32, MMA_HALF, WGMMA };
 enum BarrierKind { BARRIER, BARRIER_OR, BARRIER_AND, BARRIER_COUNT };
-enum AccessKind { READ = 0, WRITE = 1, ATOMIC = 2, LOOK = 3 };  // LOOK: a read of what need not have been written
+enum AccessKind { READ = 0, WRITE = 1, ATOMIC = 2, LOOK = 3 };  // LOOK: a read of memory that need not have been written
 
-// Lanes of a warp that have met: what each brought. `present` lacks lanes that had exited.
+// Lanes of a warp that have met, with the data of each. `present` lacks lanes that have exited.
 struct Meeting {
     uint64_t values[32];
     unsigned mask, present;
@@ -38,7 +38,7 @@ int machine_barrier(BarrierKind kind, int value, Where where);
 void machine_named_barrier(int id, int threads, bool wait, Where where);
 
 // Barriers in shared memory (mbarrier): a phase ends when `count` arrivals have come, and all bytes that it was told to
-// expect. Waiting is for the end of the phase of a parity; the phase in progress has parity 0 at first.
+// expect. A thread waits until the phase with the given parity has ended; the first phase has parity 0.
 void machine_mbarrier_init(uint64_t* barrier, unsigned count, Where where);
 void machine_mbarrier_end(uint64_t* barrier, Where where);
 void machine_mbarrier_arrive(uint64_t* barrier, Where where);
@@ -72,10 +72,10 @@ void machine_wgmma(float* d, int fragments, const uint32_t* a, uint32_t a_descri
 void machine_wgmma_commit();
 void machine_wgmma_wait(int pending, Where where);
 
-// The running thread has waited for the kernels ahead in the stream: it may touch global memory, and exit.
+// The running thread has waited for earlier kernels in the stream: it may now access global memory, and exit.
 void machine_wait_for_earlier_kernels();
 
-// The running thread is handed over all that the blocks knew and had done that took a ticket from this counter before.
+// The running thread learns everything that earlier takers of a ticket from this counter knew and had done.
 void machine_ticket(const void* counter);
 
 // Clusters of blocks. Those of a cluster run one after the other, the first one last: it finds what the others have written
@@ -104,7 +104,7 @@ void machine_bulk_reduce(float* global, const float* shared, int bytes, Where wh
 void machine_bulk_commit();
 void machine_bulk_wait(int pending);
 
-// An access that the compiler does not report by itself: what atomics do.
+// An access that the compiler does not report, such as an atomic.
 void machine_access(const void* address, size_t bytes, AccessKind kind, Where where);
 
 // __trap(), a failed assert.

@@ -1,5 +1,5 @@
-// Host twins of the functions of kernels/sm90/ptx.cuh that are written in PTX there. build.py takes those out of its text
-// and puts this in their place, behind the types that they need.
+// Host twins of the functions of kernels/sm90/ptx.cuh that are written in PTX there. build.py replaces them by this
+// file, after the types that they need.
 #pragma once
 
 struct TensorMap;
@@ -29,7 +29,7 @@ inline void load_shared_pair(float& x, float& y, unsigned shared) {
 
 inline void raise(int& flag, Where w = caller()) { atomicExch(&flag, 1, w); }
 
-// What lane l is told of row l % 8 of matrix l / 8 is its address; two neighbours of row lane/4 are this lane's.
+// Lane l passes the address of row l % 8 of matrix l / 8; a lane receives two neighbours of row lane/4.
 inline unsigned* own_word(const Meeting* rows, int matrix) {
     return shared_pointer<unsigned>(static_cast<unsigned>(rows->values[8 * matrix + own_lane() / 4])) + own_lane() % 4;
 }
@@ -38,7 +38,7 @@ inline const Meeting* meet_with_rows(unsigned row, Where w) {
     return machine_meet(ALL_LANES, SHUFFLE, row, w);
 }
 
-// Of matrices nobody need have written all rows, like those of warpgroup MMAs.
+// Rows of these matrices need not have been written, as with warpgroup MMAs.
 __attribute__((no_sanitize("thread"), noinline)) inline unsigned look_at(const unsigned* word, Where w) {
     machine_access(word, sizeof *word, LOOK, w);
     return *word;
@@ -109,7 +109,7 @@ inline void named_barrier(int id, int threads, Where w = caller()) { machine_nam
 inline void named_barrier_arrive(int id, int threads, Where w = caller()) { machine_named_barrier(id, threads, false, w); }
 inline void shared_write_fence() {}
 
-// ---- what only matters to a compiler or to registers ----
+// ---- no-ops here: they only matter to compilers and registers ----
 template <int registers>
 inline void shrink_registers() {}
 template <int registers>
@@ -150,7 +150,7 @@ inline void multiply_warp(Fragment& d, const unsigned (&a)[4], const unsigned (&
 inline float inverse_fast(float x) { return 1.0f / x; }
 inline float log2_fast(float x) { return std::log2(x); }
 
-// Of a half that is not finite: NaN, for 0 times it is.
+// NaN for a non-finite half, since 0 times it is NaN.
 inline unsigned add_zero_times(unsigned sum, unsigned pair) {
     const unsigned found = nonfinite(pair, static_cast<const ELEMENT*>(nullptr));
     return sum | (found & 0x8000u ? 0x7fffu : 0u) | (found & 0x80000000u ? 0x7fff0000u : 0u);

@@ -400,7 +400,7 @@ def test_swizzle_groups_of_causal_heads_are_equal(length, heads, kv_heads, head_
     # of them with all keys, and the next one has 10 / 11 of the keys
     (32768, 16, 8, 1024, 10, [(20, "whole", 1), (1, "whole", 10 / 11)]),
     (16384, 2, 1, 1024, 10, [(1, "whole", 1), (1, "slices", 1)]),  # 39 tiles of the second wave are cut
-    (16384, 2, 1, 16384, 0, [(1, "whole", 1), (1, "slices", 1)]),  # all keys may be seen
+    (16384, 2, 1, 16384, 0, [(1, "whole", 1), (1, "slices", 1)]),  # every query may see all keys
     # 8 heads with so many keys do not fit into L2: the others include 170 tiles with fewer keys, on average half
     (32768, 32, 8, 16384, 0, [(41, "whole", 1 - 170 / 684), (1, "halves", 1)]),
     (9600, 2, 1, 1024, 10, [(1, "whole", 1)]),  # 100 tiles: 16 are cut, the others whole
