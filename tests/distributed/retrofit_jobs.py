@@ -39,7 +39,7 @@ def batch_of(step: int = 0) -> dict[str, Tensor]:
 
 @contextmanager
 def without_noise() -> Iterator[None]:
-    """Gates without noise, which would be drawn otherwise for other shapes."""
+    """Turn off the gates' noise, which depends on shapes."""
     drawn = torch.Tensor.uniform_
     torch.Tensor.uniform_ = lambda noise, *, generator: noise.fill_(0.5)
     try:

@@ -147,7 +147,8 @@ def pytest_configure(config):
 
 
 def joined(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """One record of all shares; a ValueError if one is missing, there twice or of another run's sources or machine."""
+    """Join the records of all shares. Raises ValueError if one is missing or duplicate, or has other sources or another
+    machine."""
     shares = [share(str(record.get("share"))) for record in records]
     parts = [tuple(map(int, text.split("/"))) for text in shares]
     count = math.lcm(*[of for _, of in parts])

@@ -289,7 +289,7 @@ void poison_shared() {
     fill(l.dynamic + l.dynamic_size, l.tls_end);
 }
 
-// The first block of the cluster begins, and the others have ended: it has what they wrote to its shared memory.
+// The first block of the cluster starts after the others have ended: gives it what they wrote to its shared memory.
 void receive() {
     Library& l = *m.library;
     std::memcpy(reinterpret_cast<void*>(l.dynamic), reinterpret_cast<void*>(m.first->begin), m.dynamic_bytes);
@@ -362,7 +362,7 @@ void run_block(const Order& order) {
                   m.kernel + format(", block %u", blockIdx.x);
 }
 
-// Blocks in the order they run in: clusters one after the other, their first blocks last.
+// Blocks in their order of execution: cluster by cluster, and the first block of a cluster last.
 std::vector<unsigned> arranged(unsigned grid, unsigned cluster, const Order& order) {
     std::vector<unsigned> clusters(grid / cluster), others(cluster - 1), blocks;
     for (unsigned i = 0; i < clusters.size(); ++i) clusters[i] = i;
@@ -376,7 +376,7 @@ std::vector<unsigned> arranged(unsigned grid, unsigned cluster, const Order& ord
     return blocks;
 }
 
-// Before the first block of a cluster that runs.
+// Called before the first executed block of a cluster.
 void begin_cluster() {
     const size_t bytes = m.dynamic_bytes;
     m.first_memory.assign(bytes + 1024, 0xff);

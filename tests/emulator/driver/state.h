@@ -118,10 +118,10 @@ struct Thread {
     OpenMeeting* last;                     // the meeting whose results it may still read
     uint32_t barrier, warp_sync;           // passed so far
     uint32_t syncs;                        // barriers of the whole block it has passed
-    bool waited;                           // for the kernels ahead in the stream
+    bool waited;                           // whether it has waited for earlier kernels
     uint32_t cluster_arrivals, cluster_waits;
     bool released;  // by the last of its arrivals at the cluster's barrier
-    Clocks clocks;                         // its own and what it has seen of the others
+    Clocks clocks;                         // its own clock, and what it has seen of the others
     std::vector<std::deque<Copy>> groups;  // asynchronous copies under way, the youngest group last
     std::vector<std::deque<BulkReduction>> bulk;  // bulk reductions under way, likewise
     std::vector<std::deque<WarpMma>> mmas;  // warpgroup MMAs, likewise

@@ -39,7 +39,7 @@ std::string by(const Moment& moment, const char* did) {
                   ? "several threads, among them " : "thread ", moment.thread, moment.block, did) + at(moment.site);
 }
 
-// Whether a ticket, or the cluster, has handed over to `now` what another block did at `before`.
+// Whether `now` is ordered, by a ticket or the cluster, after another block's access `before`.
 bool handed_over(const Moment& before, const Moment& now) {
     for (const Known& known : m.known) {
         if (known.block != before.block || (now.thread != known.to && now.barrier <= known.at)) continue;

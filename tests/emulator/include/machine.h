@@ -78,9 +78,9 @@ void machine_wait_for_earlier_kernels();
 // The running thread learns everything that earlier takers of a ticket from this counter knew and had done.
 void machine_ticket(const void* counter);
 
-// Clusters of blocks. Those of a cluster run one after the other, the first one last: it finds what the others have written
-// to its shared memory. A thread may touch another block's memory after its first wait. The first block's threads see what
-// a block did after their wait for that block's last arrival that `releases`.
+// Clusters of blocks. The blocks of a cluster run one after another, the first one last: it finds what the others wrote
+// to its shared memory. A thread may touch another block's memory after its first wait. The first block's threads see
+// what a block did after their wait for that block's last arrival that `releases`.
 void machine_cluster_arrive(bool releases);
 void machine_cluster_wait(Where where);
 void* machine_first_of_cluster(void* shared);
