@@ -13,10 +13,10 @@ from benchmarks.harness.pages import REPORTS
 
 FOLDER = Path(__file__).parent / "routines"
 SHARED = """
-python -m benchmarks ROUTINE --help shows a routine's options and method. What all share: times are medians of CUDA
-events around graphs with an empty L2 cache, see benchmarks/harness/measure.py; outputs are checked in the same run,
-and if a check fails, the exit status is 1 and the result lies beside the recorded one as .failed.json; a peer that
-cannot run, or finds no time within --seconds, is a row that says why. --set smoke and --size tiny run without a GPU."""
+python -m benchmarks ROUTINE --help shows a routine's options and method. In all of them, times are medians of CUDA
+events around graphs with an empty L2 cache, see benchmarks/harness/measure.py; outputs are checked in the same run, and
+if a check fails, the exit status is 1 and the result lies beside the recorded one as .failed.json; a peer that cannot
+run, or finds no time within --seconds, is a row that says why. --set smoke and --size tiny run without a GPU."""
 
 
 def methods() -> dict[str, str]:

@@ -46,7 +46,7 @@ def sources() -> bytes:
 def parsed(arguments: list[str] | None) -> tuple[argparse.Namespace, bytes]:
     parser = parser_of((__doc__ or "").splitlines()[0], "the modules of the standard library")
     parser.epilog = COST
-    parser.add_argument("--kinds", default="dense,dynamic", metavar="KIND,...", help=f"of attention, out of "
+    parser.add_argument("--kinds", default="dense,dynamic", metavar="KIND,...", help=f"attention, out of "
                         f"{', '.join(KINDS)}; the others are compared with the first (default: %(default)s)")
     parser.add_argument("--seeds", type=seeds_of, default="0,1,2", metavar="SEED,...", help="(default: %(default)s)")
     on_gpu = torch.cuda.is_available()

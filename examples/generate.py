@@ -217,7 +217,7 @@ def agreement(what: str, found: Tensor, written: Tensor) -> bool:
 @torch.no_grad()
 def main(arguments: list[str] | None = None) -> int:
     options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    options.add_argument("--tokens", type=int, default=100_000, help="how many to write (default: 100000)")
+    options.add_argument("--tokens", type=int, default=100_000, help="tokens to generate (default: 100000)")
     options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options.add_argument("--dtype", choices=["bfloat16", "float16", "float32"],
                          help="default: bfloat16 on a GPU, float32 on a CPU")
@@ -226,8 +226,8 @@ def main(arguments: list[str] | None = None) -> int:
     options.add_argument("--heads", type=int, default=4)
     options.add_argument("--kv-heads", type=int, default=2)
     options.add_argument("--window", type=int, help="default: 256 on a GPU, 32 on a CPU")
-    options.add_argument("--free", type=int, default=4096, help="tokens that the free run writes (default: 4096)")
-    options.add_argument("--forced", type=int, default=2**18, help="tokens that are compared by teacher forcing")
+    options.add_argument("--free", type=int, default=4096, help="tokens of the free run (default: 4096)")
+    options.add_argument("--forced", type=int, default=2**18, help="tokens to compare by teacher forcing")
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--output", default="generate.png", help="the plot")
     args = options.parse_args(arguments)

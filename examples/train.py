@@ -258,7 +258,7 @@ def parser_of(description: str, text: str) -> argparse.ArgumentParser:
             ("pieces", 64, "of the held-out text in a validation, at most")):
         parser.add_argument(f"--{name}", type=int, default=usual, help=f"{meaning} (default: %(default)s)".strip())
     parser.add_argument("--rate", type=float, default=5e-3, help="highest learning rate (default: %(default)s)")
-    parser.add_argument("--text", default="", metavar="FILE", help=f"to learn from (default: {text})")
+    parser.add_argument("--text", default="", metavar="FILE", help=f"training text (default: {text})")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
                         help="cpu, cuda or cuda:1 (default: %(default)s)")
     parser.add_argument("--autocast", action=argparse.BooleanOptionalAction, default=False,
@@ -287,13 +287,13 @@ def parsed(arguments: list[str] | None) -> tuple[argparse.Namespace, bytes, dict
     """The options, the text, and the checkpoint to resume from, which supplies the options of its run."""
     parser = parser_of((__doc__ or "").splitlines()[0], "the topics of help()")
     parser.add_argument("--attention", choices=KINDS, default="dynamic",
-                        help="window: dynamic, but the scores learn nothing (default: %(default)s)")
+                        help="window: dynamic with untrained scores (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     parser.add_argument("--save", type=int, default=100, help="steps between checkpoints (default: %(default)s)")
-    parser.add_argument("--resume", type=Path, metavar="FILE", help="a checkpoint to go on from, and its options")
+    parser.add_argument("--resume", type=Path, metavar="FILE", help="checkpoint to resume from, with its options")
     parser.add_argument("--context-parallel", action="store_true", help="share every piece among torchrun's processes")
     parser.add_argument("--count", type=int, default=200, help="bytes to write (default: 200)")
-    parser.add_argument("--temperature", type=float, default=0.7, help="of the writing (default: 0.7)")
+    parser.add_argument("--temperature", type=float, default=0.7, help="sampling temperature (default: 0.7)")
     parser.add_argument("--prompt", default="The statement ")
     args, saved = parser.parse_args(arguments), None
     if args.count < 1:

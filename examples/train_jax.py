@@ -115,7 +115,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--text", help="a file; by default the topics of Python's help()")
     options.add_argument("--device", choices=["cpu", "gpu"], default="cpu")
     options.add_argument("--dtype", choices=["float32", "bfloat16", "float16"],
-                         help="of activations: by default float32 on a CPU and bfloat16 on a GPU")
+                         help="type of activations (default: float32 on a CPU, bfloat16 on a GPU)")
     return options
 
 

@@ -137,7 +137,7 @@ def compare_forward(deviations: dict[str, Deviation], problem: Problem, out: Ten
 
 @dataclass
 class Given:
-    """What the backward pass was given."""
+    """The inputs of the backward pass."""
 
     problem: Problem
     dout: Tensor  # (Lq, H, D)

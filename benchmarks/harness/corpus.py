@@ -38,9 +38,9 @@ class Document(NamedTuple):
 
 
 class Corpus(NamedTuple):
-    training: np.ndarray  # uint16: documents, one after the other, each followed by ``end``
+    training: np.ndarray  # uint16: concatenated documents, each followed by ``end``
     held_out: dict[str, np.ndarray]  # uint16 (documents, length) of each kind
-    hay: np.ndarray  # uint16: other held-out documents, one after the other
+    hay: np.ndarray  # uint16: other held-out documents, concatenated
     checksum: int
 
 

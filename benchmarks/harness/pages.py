@@ -1,4 +1,4 @@
-"""What pages show of each routine's record: ``REPORTS``, by the routine's name. Needs neither a GPU nor torch."""
+"""How pages show each routine's record: ``REPORTS``, by the routine's name. Needs neither a GPU nor torch."""
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -274,7 +274,7 @@ def by_history(result: Entry) -> list[Panel]:
 
 
 # ---- dense ----------------------------------------------------------------------------------------------------------
-# What the ratios should not exceed.
+# Upper limits of the ratios.
 FLEX, BLOCKS, COLUMNS, INTERVAL, VARLEN, PLAIN, CAPPED = 1.25, 1 / 4, 1 / 6, 1.3, 1 / 0.85, 1 / 0.9, 1 / 0.85
 
 

@@ -1,4 +1,4 @@
-"""What docs/evidence.md shows of mqar, language_model and needle. Needs no torch."""
+"""How docs/evidence.md shows mqar, language_model and needle. Needs no torch."""
 import itertools
 import json
 import math

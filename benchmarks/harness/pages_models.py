@@ -1,4 +1,4 @@
-"""What pages show of training steps, several GPUs, the CPU, jax, transformers and serving. Needs neither a GPU nor
+"""How pages show training steps, several GPUs, the CPU, jax, transformers and serving. Needs neither a GPU nor
 torch."""
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -114,7 +114,7 @@ def run_all(name: str, args: argparse.Namespace, method: str | None,
             runs: Callable[[argparse.Namespace], list[Run]]) -> int:
     """Do each run whose rows are not recorded yet. Returns 0 if all rows are recorded at the end, 3 if time ran out."""
     if args.fresh and args.share != (1, 1):
-        raise Refused("--fresh is for a run of its own, not for a --share: the others would be forgotten too")
+        raise Refused("--fresh cannot be combined with --share, because it would discard the rows of other shares")
     first, every = args.share
     record = Record(name, args, method)
     status = train_all(record, runs(args)[first - 1::every], args.seconds)
@@ -138,7 +138,7 @@ def train_all(record: Record, runs: list[Run], seconds: float) -> int:
             done += 1
             bar.update()
     if done < len(left):
-        print(f"time is up with {len(left) - done} runs left: run this again to go on")
+        print(f"time is up with {len(left) - done} runs left: run this again to continue")
         return 3
     return 0
 

@@ -12,12 +12,10 @@ carries the tokens before it, as in the models of the zoology papers; ``conv=0``
 
 A model's attention is an ``Attention``:
 
-    full        all keys, by scaled_dot_product_attention
-    window      a sliding window of the last ``window`` keys
-    random      ``window`` keys by scores that are drawn anew for every head, sequence and step
-    bias        all keys, the scores added to the logits: scores without selection
-    selection   the ``window`` best keys by score, the scores not added: selection without the bias
-    dynamic     dynamic mask attention: the ``window`` best keys, and the scores added
+    full        all keys, by scaled_dot_product_attention window      a sliding window of the last ``window`` keys
+    random      ``window`` keys by random scores, redrawn for every head, sequence and step bias        all keys, the
+    scores added to the logits: scores without selection selection   the ``window`` best keys by score, the scores not
+    added: selection without the bias dynamic     dynamic mask attention: the ``window`` best keys, and the scores added
     global      the same with ``keys="global"``, cut by causality: selects by later keys too, so it cannot decode
 
 Scores are those of ``DynamicMaskAttention``; each model has its own ``A`` and ``dt_proj``. ``selection`` and

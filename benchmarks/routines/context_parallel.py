@@ -95,7 +95,7 @@ class Bench:
                 self.path = write_record("context_parallel.partial.json", args, __doc__, arguments=options_of(args),
                                          rows=rows)
         if not rows:
-            raise SystemExit("nothing to measure: the passes of a model are of --model-lengths, mesh of an even number "
+            raise SystemExit("nothing to measure: model and mesh need --model-lengths, mesh an even number "
                              "of ranks from 4 on")
         return rows
 

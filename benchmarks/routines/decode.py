@@ -351,7 +351,8 @@ def benchmark(case: Case) -> Benchmark:
 
 
 def machine_limits() -> dict[str, Any]:
-    """What bounds a step here: the copy bandwidth (bytes read and written, TB/s) and an empty graph's replay (us)."""
+    """The limits of a step on this machine: copy bandwidth (bytes read and written, TB/s) and replay of an empty graph
+    (us)."""
     device, size = ("cuda", COPY_BYTES) if measure.on_gpu() else ("cpu", 2**20)
     source = torch.randint(0, 256, (size,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)

@@ -123,7 +123,7 @@ def recorded(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def joined(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Old rows that were not measured anew, then new ones, in the order of models, lengths, modes and peers."""
+    """Old rows that were not measured again, then new ones, ordered by model, length, mode and peer."""
     fresh = {key(row) for row in new}
     rows = [row for row in old if key(row) not in fresh] + new
     return sorted(rows, key=lambda row: (row["model"] != "80m", row["model"], row["length"], MODES.index(row["mode"]),

@@ -1,4 +1,4 @@
-"""What mkdocs cannot do by itself: pages and pictures that are made from the repository when the site is built.
+"""Extensions of mkdocs: pages and pictures generated from the repository when the site is built.
 
 - CONTRIBUTING.md becomes a page;
 - a chart of benchmarks/results becomes one SVG element for each panel, in the colours of the page;

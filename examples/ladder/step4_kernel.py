@@ -24,13 +24,13 @@ from examples.ladder.step2_intervals import stops
 from examples.ladder.step3_gathered_tiles import BLOCK_M, BLOCK_N, key_list
 
 SOURCE = Path(__file__).with_suffix(".cu")
-AHEAD = """What the real forward has besides ({lines} lines in kernels/common, sm80 and sm90; this one has {own}):
-  tensor cores, in 16-bit types: on an H100 some 15 times the products a second of float32 without them
-  asynchronous copies: the next keys are gathered while these are multiplied (on Hopper by warps of their own)
-  key lists and selection on the GPU, from the intervals, with the keys that need no mask told apart
+AHEAD = """The library's forward ({lines} lines in kernels/common, sm80 and sm90; this one has {own}) also has:
+  tensor cores, in 16-bit types: on an H100 about 15 times as many products per second as float32 without them
+  asynchronous copies: the next keys are gathered while these are multiplied (on Hopper by dedicated warps)
+  key lists and selection on the GPU, from the intervals; keys that need no mask are listed separately
   GQA (the query heads of a group share the gathered rows), batches, packed sequences, softcap, any strides, lse
   a schedule: which tile goes to which SM, and tiles and keys split where SMs would idle
-And the gradients, which need two more passes over the same lists."""
+The gradients need two more passes over the same lists."""
 
 
 @cache

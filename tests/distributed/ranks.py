@@ -52,7 +52,7 @@ class Ranks:
         return found[:world]
 
     def run(self, world: int, job: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """What the job returned on each rank."""
+        """Run a job and return its result on each rank."""
         found = self.outcomes(world, job, *arguments)
         for rank, result in enumerate(found):
             if isinstance(result, BaseException):

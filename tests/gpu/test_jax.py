@@ -78,7 +78,7 @@ def uses_programs(function, *arguments):
 
     programs.Program.__init__ = init
     try:
-        jax.block_until_ready(jax.jit(lambda *x: function(*x))(*arguments))  # traced anew
+        jax.block_until_ready(jax.jit(lambda *x: function(*x))(*arguments))  # trace again
     finally:
         programs.Program.__init__ = real
     assert made

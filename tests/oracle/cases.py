@@ -2,7 +2,7 @@
 
 One list for all backends and libraries: ``run(case, convert)`` builds the inputs from the case's seed, hands each
 contiguous NumPy array to ``convert`` (for example ``cupy.asarray``) and makes the strided views afterwards, so that
-every library sees the same layout. ``expected(case)`` is the oracle's answer; it never looks at an IntervalMask.
+every library sees the same layout. ``expected(case)`` is the oracle's answer; it never reads an IntervalMask.
 """
 import itertools
 import zlib

@@ -1,4 +1,4 @@
-"""What every causal language model of transformers does with ``attn_implementation="cupy_dma"`` and with ``convert``.
+"""Runs every causal language model of transformers with ``attn_implementation="cupy_dma"`` and with ``convert``.
 
 ``python -m tests.transformers.every_model`` runs them and writes the table of docs/transformers.md, or only the rows of
 given types; ``test_every_model.py`` compares. A model with wrong results raises AssertionError.
@@ -37,7 +37,7 @@ WITHOUT_WINDOW = {"mistral"}  # all layers have a sliding window, if the configu
 
 
 def outcome(name: str) -> tuple[str, str]:
-    """What a type does with the implementation and with ``convert``: ``WORKS``, or why it is refused."""
+    """The outcome of a type with the implementation and with ``convert``: ``WORKS``, or the reason for refusal."""
     dmt.register()
     try:
         model = tiny_model(name)

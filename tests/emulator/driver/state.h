@@ -123,8 +123,8 @@ struct Thread {
     bool released;  // by the last of its arrivals at the cluster's barrier
     Clocks clocks;                         // its own clock, and what it has seen of the others
     std::vector<std::deque<Copy>> groups;  // asynchronous copies under way, the youngest group last
-    std::vector<std::deque<BulkReduction>> bulk;  // bulk reductions under way, likewise
-    std::vector<std::deque<WarpMma>> mmas;  // warpgroup MMAs, likewise
+    std::vector<std::deque<BulkReduction>> bulk;  // bulk reductions under way, youngest group last
+    std::vector<std::deque<WarpMma>> mmas;  // warpgroup MMAs under way, youngest group last
     std::deque<TmaStore> stores;                    // tma_loads that have not been waited for
 };
 

@@ -25,7 +25,7 @@ class Arrays:
         self.rng, self.kept = np.random.default_rng(0), []
 
     def placed(self, x: np.ndarray, order: tuple[int, ...] | None = None, offset: int = 0) -> np.ndarray:
-        """A copy whose axes lie in memory in this ``order``, ``offset`` elements behind a multiple of 64 bytes."""
+        """A copy with this ``order`` of axes in memory, ``offset`` elements after a multiple of 64 bytes."""
         order = order or tuple(range(x.ndim))
         memory = np.zeros(x.nbytes + 64 * x.itemsize + 64, np.uint8)
         self.kept.append(memory)

@@ -44,7 +44,7 @@ def check(first: Callable[[int], Call], neighbours: dict[str, Callable[[int], Ca
 
 
 def laid(x: Any, order: tuple[int, ...] | None = None, offset: int = 0) -> Any:
-    """A copy whose axes lie in memory in this ``order``, ``offset`` elements behind a multiple of 64 bytes."""
+    """A copy with this ``order`` of axes in memory, ``offset`` elements after a multiple of 64 bytes."""
     order = order or tuple(range(x.ndim))
     memory = x.new_zeros(x.numel() + 64 + offset)
     begin = -memory.data_ptr() % 64 // x.element_size() + offset
