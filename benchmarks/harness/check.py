@@ -290,7 +290,8 @@ class TokenCheck:
 
     def compare(self, out: Tensor, lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor,
                 bias: Tensor | None = None, kept: Kept | None = None) -> None:
-        """``out, query (H, D)``, ``lse (H,)``, ``key, value (n, Hkv, D)``, ``bias (Hkv, n)``; no ``kept``: all keys."""
+        """``out, query (H, D)``, ``lse (H,)``, ``key, value (n, Hkv, D)``, ``bias (Hkv, n)``. Without ``kept``, all
+        keys are visible."""
         group = query.shape[0] // key.shape[1]
         for g in range(key.shape[1]):
             one, own = slice(g, g + 1), slice(g * group, (g + 1) * group)
