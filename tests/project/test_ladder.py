@@ -45,7 +45,7 @@ def test_every_step_runs_as_a_script(name):
     assert done.returncode == 0, done.stdout + done.stderr
     assert ("the same" in done.stdout) == (name != "step0_dense") and "NOT" not in done.stdout
     if name == "step4_kernel":
-        assert "What the real forward has besides" in done.stdout and "tensor cores" in done.stdout
+        assert "The library's forward" in done.stdout and "tensor cores" in done.stdout
 
 
 def test_a_wrong_step_is_noticed(capsys, monkeypatch):
@@ -61,8 +61,8 @@ def test_a_wrong_step_is_noticed(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(("old", "new", "noticed"), [
-    ("        __syncthreads();  // all threads are done with the block ahead\n", "", "race on shared memory"),
-    ("        __syncthreads();  // the block is there\n", "", "uninitialised shared memory"),
+    ("        __syncthreads();  // all threads are done with the previous block\n", "", "race on shared memory"),
+    ("        __syncthreads();  // the block is in shared memory\n", "", "uninitialised shared memory"),
     ("i >= stop[c]", "false", "Not equal"), ("l *= rescale;", ";", "Not equal"),
     ("if (i < p.n)\n", "", "of global memory|out of bounds|outside|no array")])
 def test_faults_of_the_kernel_are_noticed(monkeypatch, tmp_path, old, new, noticed):
