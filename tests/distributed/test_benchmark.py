@@ -96,7 +96,7 @@ def test_the_command(tmp_path, capfd):
     assert all(row["note"] and row["ms"] is None for row in rows if row["peer"] == "ring")  # torch has none on the CPU
 
 
-def test_what_does_not_fit_is_known_before():
+def test_peers_that_do_not_fit_are_skipped():
     """A shard of 4M tokens needs 16 GiB for each array of 16 heads in bfloat16."""
     problem = Problem(2**23, 2, 16, 8, 128, 2048, torch.bfloat16, "cpu")
     assert problem.bytes_needed("ours", False) == (2 * 16 + 3 * 8) * 2**30

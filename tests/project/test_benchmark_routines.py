@@ -70,7 +70,7 @@ def test_help(name, capsys):
     assert methods()[name].splitlines()[-1] in shown
 
 
-def test_what_is_missing_is_named(monkeypatch, capsys):
+def test_missing_packages_are_named(monkeypatch, capsys):
     monkeypatch.setitem(__import__("sys").modules, "benchmarks.routines.gaps", None)
     for arguments in (["gaps"], ["no_such"]):
         with pytest.raises(SystemExit) as end:
@@ -407,7 +407,7 @@ def test_inaccurate_results_fail(tmp_path, monkeypatch, capsys, what, file, case
     assert "EXCEEDS" in capsys.readouterr().out
 
 
-def test_what_a_backend_refuses(tmp_path, monkeypatch, capsys):
+def test_refused_cases_are_counted(tmp_path, monkeypatch, capsys):
     """A refused case is named. As on a GPU, the grid counts it, and CUDA has no line for types that it does not
     support."""
     def refuse(*arguments):

@@ -77,7 +77,7 @@ def test_table_of_tuned_tiles():
 
 
 # ---- schedules ------------------------------------------------------------------------------------------------------
-def test_the_library_takes_fast_ways():
+def test_the_library_chooses_fast_schedules():
     """For recorded calls, with the library's costs: at most 1 % slower than the fastest schedule on average."""
     lost = []
     for call in folders.read("schedule.json")["calls"]:
@@ -95,7 +95,7 @@ def test_costs_are_those_that_were_recorded():
     assert costs["tiles"] == [tune_schedule.fitted(tile) for tile in result["tiles"]]
 
 
-def test_what_splits_take_is_fitted():
+def test_costs_of_splits_are_fitted():
     """Times computed from three numbers give back these numbers."""
     waves = [{"keys": n, "whole": 0.01 * n, "launch": 10.0} for n in (256, 1024, 4096)]
     rows = [{"keys": n, "tiles": tiles, "count": count,

@@ -50,7 +50,7 @@ def inputs(given, dtype=float64):
 
 @pytest.mark.parametrize("given", GIVEN)
 @pytest.mark.parametrize("options", OPTIONS)
-def test_an_adapter_is_the_merged_weight(options, given):
+def test_an_adapter_equals_the_merged_weight(options, given):
     """Values and gradients, also of the adapter; in float64, a score of lower precision would show."""
     given = GIVEN[given]
     adapted, leaves = layer(**OPTIONS[options]), inputs(given)

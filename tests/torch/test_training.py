@@ -228,7 +228,7 @@ def test_parameter_groups_of_the_page(page):
     assert [group["weight_decay"] for group in groups] == [0.1, 0, 0]
 
 
-def test_what_the_page_counts(page):
+def test_counts_on_the_training_page(page):
     """The page's counts equal those from the dense mask; a sliding window keeps no older key."""
     model, ids = page["Model"](), torch.randint(256, (2, 60))
     for counted in page["kept_keys"](model, ids):

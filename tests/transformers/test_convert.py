@@ -27,7 +27,7 @@ def test_a_long_window_changes_nothing(name, how, form):
                                      {"window": [4, 12]}, {"window": [[9, 4], 6]}, {"scores": "input"},
                                      {"scores": "input", "recent": 3}], ids=str)
 @pytest.mark.parametrize("how", ["plain", "left", "packed"])
-def test_the_mask_is_what_it_says(options, how):
+def test_the_mask_against_eager_attention(options, how):
     """Against transformers' eager attention with the mask and the scores written out, layer by layer."""
     given, real = small.batch(how)
     model = small.converted("llama", **options)

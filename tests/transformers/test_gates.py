@@ -338,7 +338,7 @@ def test_what_is_trainable(trainable):
 
 # ---- sinks and a window ----
 @pytest.mark.parametrize("how", ["plain", "left", "packed"])
-def test_a_window_is_what_it_says(how):
+def test_a_window_against_eager_attention(how):
     """Against eager attention with an explicit mask, over real tokens."""
     given, real = small.batch(how)
     model = small.model_of("llama", "eager")

@@ -104,7 +104,7 @@ def test_masks_that_are_refused():
 @pytest.mark.parametrize("own", [True, False, None])
 @pytest.mark.parametrize("given", [True, False, None])
 @pytest.mark.parametrize("mask", ["causal", "all", None])
-def test_who_says_that_attention_is_causal(own, given, mask):
+def test_where_causality_is_read_from(own, given, mask):
     """The mask decides, else the call, else the module; without any of these, queries attend to all keys."""
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 2, 6, 4)
@@ -204,7 +204,7 @@ def test_bidirectional_models_and_cross_attention(name, given):
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-5 * expected.abs().max().item())
 
 
-def test_cross_attention_whose_layer_does_not_say():
+def test_cross_attention_without_is_causal():
     """Mllama's has no ``is_causal`` and gets no mask."""
     dmt.register()
     config = transformers.models.mllama.MllamaTextConfig(

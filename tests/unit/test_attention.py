@@ -163,7 +163,7 @@ def test_dynamic_mask_attention_equals_its_steps(rng, keys):
         assert all(np.array_equal(a, b) for a, b in zip(whole, stepwise))
 
 
-def test_what_a_backend_gets(rng, monkeypatch):
+def test_arguments_that_a_backend_receives(rng, monkeypatch):
     """Biases and dense masks arrive with four axes and stride 0 where they broadcast, in the caller's memory."""
     calls = []
 

@@ -117,7 +117,7 @@ def test_what_a_bias_of_minus_infinity_hides(case):
 @pytest.mark.feature("numpy backward", "attention", "a NaN")
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("where", range(4), ids=("query", "key", "value", "dout"))
-def test_a_bad_row_reaches_only_what_meets_it(rng, bad, where):
+def test_a_bad_row_reaches_only_visible_pairs(rng, bad, where):
     """Query i sees keys i - 4 to i: query 20 affects keys 16 to 20; key 20 affects queries 20 to 24 and, through them,
     keys 16 to 24."""
     arrays = draw(rng)

@@ -137,7 +137,7 @@ def test_one_token_by_either_way():
 
 
 @pytest.mark.parametrize("lengths", [[1] * 24, [24], [5, 6, 1, 12]], ids=["steps", "whole", "pieces"])
-def test_what_nobody_sees_changes_nothing(lengths, convert):
+def test_invisible_values_change_nothing(lengths, convert):
     """A NaN in a value propagates to queries that see it, and to none after it was evicted or removed."""
     history = History(length=24, sinks=1, recent=3, window=4)
     history.data["value"][:, 9, 0, 3] = np.nan
@@ -275,7 +275,7 @@ def test_reorder_select_clone_save_in_the_middle(dtype, window, convert):
     history.check(*history.run(cache, [17], convert), tf32=tf32)
 
 
-def test_a_step_looks_at_what_is_held(monkeypatch):
+def test_a_step_reads_only_occupied_slots(monkeypatch):
     """A step of the numpy backend reads only slots that may be occupied, however long the window is."""
     from cupy_dma.backends.numpy import dynamic_cache
 

@@ -322,7 +322,7 @@ def test_hopper_query_gradients_do_so_too(head_dim, keys, sequences, heads, feat
     ] + [case(dim, "KEYS_LISTED", True, False, True, FEATURES[0], False, quick=False) for dim in (40, 96)
     ] + [case(dim, "bits", False, False, False, FEATURES[1 + 2 * (i % 2)], False, quick=False)
          for i, dim in enumerate(HOPPER_DIMS)])
-def test_hopper_key_gradients_do_so_too(head_dim, keys, intervals, sequences, dquery, features, delay):
+def test_hopper_key_gradients_are_asynchronous(head_dim, keys, intervals, sequences, dquery, features, delay):
     """Steps of 128 queries spill a lot: 1056 bytes in one pass with intervals, a bias and a softcap, 1184 with a bias
     delay too."""
     bits = keys == "bits"

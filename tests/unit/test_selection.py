@@ -81,7 +81,7 @@ def test_every_short_row(dtype, window):
 
 @given(st.lists(st.sampled_from(SPECIAL), min_size=1, max_size=60), st.integers(1, 70))
 @quick
-def test_top_w_is_what_a_heap_keeps(values, window):
+def test_top_w_against_a_heap(values, window):
     """Another independent implementation: a heap of (is NaN, score, index), updated along the row."""
     heap, kept = [], []
     for j, value in enumerate(np.float32(values).tolist()):

@@ -434,7 +434,7 @@ OWN: dict[str, Callable[[], None]] = {
     "several[recent]": several(12),
     "several[slots]": test_several_tokens.test_more_slots_than_a_plan_keeps_in_registers,
     "several[infinities]":
-        elsewhere(test_several_tokens.test_infinities_and_nan_stay_with_those_who_see_them, "value", "float16"),
+        elsewhere(test_several_tokens.test_nonfinite_keys_reach_only_queries_that_see_them, "value", "float16"),
     "several[speculation]": elsewhere(test_several_tokens.test_speculation, test_several_tokens.CASES[1]),
     "several[launches]": elsewhere(test_several_tokens.test_sequences_with_fewer_tokens, 6),
     "slots": slots(0, 1), "slots[ragged]": slots(1),

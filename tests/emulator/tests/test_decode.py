@@ -303,7 +303,7 @@ def always(calls_of):
     (16, 2**17, 1, 80, True, True), (17, 2**17, 1, 80, True, False), (65, 4096, 1, 1, False, True),
     (65, 4095, 1, 1, False, False), (264, 4096, 2, 1, False, True), (265, 4096, 2, 1, False, False),
     (66, 8192, 2, 8, False, True), (67, 2**17, 2, 8, False, False)])
-def test_calls_that_share_keys_out(queries, keys, group, kv_heads, masked, pays):
+def test_calls_that_use_split_kv(queries, keys, group, kv_heads, masked, pays):
     """Calls that use split-KV on 132 SMs."""
     mask = dma.IntervalMask.sliding_window(keys, 100) if masked else None
     call = SimpleNamespace(query_length=queries, key_length=keys, heads=group * kv_heads, kv_heads=kv_heads, batch=1,
@@ -388,7 +388,7 @@ def test_last_queries_of_a_history(length, window, queries, heads, dtype, calls_
     reference.check_attention((out, lse), q, k, v, dense_mask=seen, bias=scores, tf32=dtype == "float32")
 
 
-def test_what_the_last_queries_leave_to_masks(monkeypatch):
+def test_last_queries_that_use_masks(monkeypatch):
     """These calls use masks: padding, global selection, masks per head, and histories no longer than the window."""
     monkeypatch.setattr(flash_decode, "_pays", lambda *_: True)
     monkeypatch.setattr(last_queries, "select_last", lambda *_: pytest.fail("these need a mask"))

@@ -421,7 +421,7 @@ def test_the_time_of_unsplit_tiles(length, heads, kv_heads, window, tail, waves)
     ((64, 512, 12, 12, 256), 64, 1.3, 1.03),  # 3 tiles, only the last of which is shorter
     ((128, 4096, 16, 8, 2048), 8, 1.11, 1.08),
     ((128, 2048, 16, 8), 16, 1.11, 1.08)])  # number of keys per query unknown
-def test_all_ctas_get_about_as_many_keys(arguments, batch, before, after):
+def test_keys_are_balanced_across_ctas(arguments, batch, before, after):
     """The ratio of the most keys of a CTA to the mean, over all full waves."""
     facts = hopper_facts(*arguments)._replace(listed=True)
     facts = facts._replace(groups=batch * facts.groups)
@@ -439,7 +439,7 @@ def test_all_ctas_get_about_as_many_keys(arguments, batch, before, after):
     assert most(0) > before and most(work.rotation) < after
 
 
-def test_the_time_between_the_keys_that_were_measured():
+def test_costs_are_interpolated():
     """Interpolated between neighbouring measurements, or extrapolated from the first or last two; partial blocks count
     whole."""
     waves = [{"keys": n, "whole": us, "launch": 10.0} for n, us in ((130, 4.0), (1000, 12.0), (2000, 21.0))]

@@ -176,7 +176,7 @@ def test_packed_sequences(name, hopper):
         reference.check_attention_gradients(own, *arguments, dense_mask=seen[None])
 
 
-def test_tiles_of_packed_sequences_skip_what_they_do_not_see():
+def test_tiles_of_packed_sequences_skip_hidden_blocks():
     """Counts the blocks that a tile visits: four sequences of 8192 tokens, a window of 512 and one key in eight
     forever."""
     n, rng = 8192, np.random.default_rng(0)
@@ -198,7 +198,7 @@ def test_the_order_is_that_of_any_threads(order):
     assert (found[0] == found[1]).all()
 
 
-def test_blocks_see_little_more_than_their_keys():
+def test_blocks_visit_few_hidden_keys():
     """Counts what a tile of queries and a tile of keys visit: a window of 512 and one key in eight forever."""
     n, rng = 16384, np.random.default_rng(0)
     start = np.arange(n)

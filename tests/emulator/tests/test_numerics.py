@@ -208,7 +208,7 @@ def test_nothing_comes_from_keys_behind_the_last_query(kernel, bad, queries):
 
 
 @pytest.mark.parametrize("shown", [(1, 2, 70, 600), (1, 1, 70, 600)])
-def test_no_address_is_made_of_a_bias_that_there_is_not(shown):
+def test_absent_bias_has_no_address(shown):
     """With a dense bias of negative strides, no address may use the strides of the absent key bias."""
     arrays = problem("portable")
     bias = np.random.default_rng(0).standard_normal(shown).astype(np.float16)[::-1, ::-1, ::-1]

@@ -115,7 +115,7 @@ def test_every_kind_of_scores(scores, sinks, recent, device):
 
 @pytest.mark.parametrize("where", ["key", "value"])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_infinities_and_nan_stay_with_those_who_see_them(where, dtype):
+def test_nonfinite_keys_reach_only_queries_that_see_them(where, dtype):
     """Non-finite keys arrive, are visible to some tokens of a call, and are evicted."""
     case = History(dtype=dtype, head_dim=8, window=6, recent=2, length=40, batch=1, scores="distinct")
     rng = np.random.default_rng(0)

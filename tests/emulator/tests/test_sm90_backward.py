@@ -145,7 +145,7 @@ def test_steps_of_dense_masks(options, served, served_query):
     assert all(np.array_equal(bits(x), bits(y)) for x, y in zip(found, again))
 
 
-def test_what_dense_masks_hide_may_hold_anything():
+def test_hidden_values_of_dense_masks_do_not_matter():
     """Invisible keys, and queries without visible keys; a non-finite value reaches only queries that see it."""
     options: dict[str, Any] = {"window": 0, "dense": "few", "length": 500}
     seen = dense_mask("few", 1, 500, 500)[0, 0]
@@ -194,7 +194,7 @@ def test_packed_sequences_with_a_mask_of_each_head(served, served_query):
 
 @pytest.mark.parametrize("needs", [("query",), ("key",), ("value",), ("bias",), ("key", "value"), ("query", "bias")])
 @pytest.mark.parametrize("window", [0, 60])
-def test_only_what_is_asked_for(window, needs):
+def test_only_requested_gradients(window, needs):
     """Single gradients have the same bits as when all are requested."""
     options = {"window": window, "deterministic": True}
     if not window:
@@ -240,7 +240,7 @@ def test_query_splits(options, count, steps, deterministic, served):
         assert name == "query" or x is y is None or np.array_equal(bits(x), bits(y)), name
 
 
-def test_as_many_query_splits_as_pay():
+def test_number_of_query_splits():
     """On 132 SMs, few tiles are split and many are not; every step belongs to a split."""
     few = sm90_backward._best_splits(2048, 2048, 3, 2, 128, 64, True, 132)
     assert few.count > 1 and few.count * few.steps >= 2 * 2048 // 64 > (few.count - 1) * few.steps

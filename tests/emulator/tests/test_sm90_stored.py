@@ -94,7 +94,7 @@ def test_chunks_and_orders_change_no_bit(lists, sms, order):
         equal(gradients("emulator", **options), whole(**options))
 
 
-def test_as_few_chunks_as_there_is_room_for():
+def test_fewest_chunks_that_fit():
     """Chunks have equal sizes."""
     call = dataclasses.make_dataclass("Call", ["forward"])(dataclasses.make_dataclass(
         "Own", ["batch", "heads", "kv_heads"])(1, 16, 8))

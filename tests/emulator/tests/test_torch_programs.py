@@ -175,7 +175,7 @@ def test_from_scores(batch, window, device, chain_runs):
     check(lambda *x: dynamic(*x, window=window), lambda i: draw(i, batch=batch), chain_runs)
 
 
-def test_nothing_is_cleared_apart(chain_runs, monkeypatch):
+def test_no_separate_launch_clears_sums(chain_runs, monkeypatch):
     """A one-pass backward with query splits needs no separate clearing: its first kernel clears dq, dbias and
     counters."""
     splits, cleared = sm90_backward.QuerySplits(3, 4), []
@@ -266,7 +266,7 @@ def test_some_gradients(wanted, device, chain_runs):
         same(found, step(dynamic, *inputs))
 
 
-def test_what_is_asked_for_may_change(device, chain_runs):
+def test_requested_gradients_may_change(device, chain_runs):
     """One forward may have several backward programs, for different requested gradients."""
     inputs = draw(0)
     for i in range(6):
