@@ -165,7 +165,7 @@ class _Largest(TorchDispatchMode):
 @pytest.mark.parametrize("name, how", [("doge", "plain"), ("doge", "left"), ("llama", "left"), ("mistral", "packed")])
 def test_no_array_of_queries_times_keys(name, how):
     """No tensor, and no array of the NumPy backend, has that size; eager attention makes some of (2, 4, N, N)."""
-    length = 2048
+    length = 3072
     given, real = small.batch(how, rows=1, length=length)
     model = small.model_of(name, max_position_embeddings=length)
     tracemalloc.start()
