@@ -1,9 +1,9 @@
 """What a pretrained model predicts when a cache keeps only some rows, under any policy, in one pass over the text.
 
 Every policy becomes an ``IntervalMask`` of each layer, from what the layer computes under the masks of those below it.
-**Kept rows** count all that a query of a kv head sees, itself included: sinks, recent keys and the best of the older
-ones. A mask under which a query would see more raises an error. Every kv head has as many, or they are *shared out*:
-each head of each layer has a number of its own, and the mean is the same.
+**Kept rows** are the keys that a query of a kv head sees, including its own: sinks, recent keys and the best of the
+older ones. A mask under which a query sees more raises an error. Either every kv head has the same number, or budgets
+are *adaptive*: each head of each layer has its own, with that mean.
 
     window      the first ``SINKS`` and the last keys
     scores      the first ``SINKS``, the last ``RECENT`` and, of the older ones, those with the best scores: random,
@@ -60,7 +60,7 @@ def best(scores: Tensor, rows: Rows, recent: int = RECENT) -> IntervalMask:
     return IntervalMask.from_stop(stop, window=rows if isinstance(rows, int) else None)
 
 
-def share_out(scores: Tensor, rows: int) -> Tensor:
+def budgets_by_threshold(scores: Tensor, rows: int) -> Tensor:
     """The rows of each head, on average at most ``rows``, given the scores of texts ``(layers, B, Hkv, N)``: one
     threshold for all scores says how many older keys a head keeps."""
     older = scores[..., SINKS:-RECENT].transpose(1, 2).flatten(2)  # (layers, Hkv, B * older keys)

@@ -17,11 +17,11 @@ KINDS = {"full": "full attention", "int8": "full attention, rows in INT8", "fp8"
          "enforced": "gates, base frozen, budget enforced",
          "warm": "gates that start from scores", "tuned": "gates, base tuned", "oracle": "oracle (sees the future)"}
 EVERYTHING = ("full", "int8", "fp8")  # kinds that keep all keys
-SHARED = " shared"  # rows are the mean of all heads
-KINDS |= {kind + SHARED: f"{KINDS[kind]}, rows shared out" for kind in ("value", "input", "gates", "enforced",
+ADAPTIVE = " adaptive"  # heads have different numbers of rows
+KINDS |= {kind + ADAPTIVE: f"{KINDS[kind]}, adaptive budgets" for kind in ("value", "input", "gates", "enforced",
                                                                          "warm", "tuned", "oracle")}
 LEARNED = ("input", "aged", "gates", "enforced", "warm", "tuned")  # what the goal is about
-LEARNED += tuple(kind + SHARED for kind in LEARNED if kind + SHARED in KINDS)
+LEARNED += tuple(kind + ADAPTIVE for kind in LEARNED if kind + ADAPTIVE in KINDS)
 TEXTS = ("text", "code")
 LATE, GOAL, AT = 1024, 25, 256  # positions from which on losses count; per cent of the window's loss, at so many rows
 
@@ -44,12 +44,12 @@ def needles(row: Row) -> float:
     return statistics.mean(one["found"] / row["settings"]["needles"] for one in row["needles"])
 
 
-def kind_of(row: Row) -> str:
-    return row["settings"]["kind"] + (SHARED if row["settings"].get("shared") else "")
+def policy_of(row: Row) -> str:
+    return row["settings"]["kind"] + (ADAPTIVE if row["settings"].get("shared") else "")
 
 
 def rows_of(result: dict[str, Any], kind: str, rows: int) -> list[Row]:
-    return [row for row in result["rows"] if kind_of(row) == kind and row["settings"]["rows"] == rows]
+    return [row for row in result["rows"] if policy_of(row) == kind and row["settings"]["rows"] == rows]
 
 
 def budgets(result: dict[str, Any]) -> list[int]:
@@ -110,7 +110,7 @@ def training_table(result: dict[str, Any]) -> str:
     lines = []
     for kind in KINDS:
         own = {row["settings"]["seed"]: row["training"] for row in result["rows"]
-               if kind_of(row) == kind and SHARED not in kind and "training" in row}
+               if policy_of(row) == kind and ADAPTIVE not in kind and "training" in row}
         if own:
             lines.append([KINDS[kind], str(len(own)), f"{statistics.mean(x['tokens'] for x in own.values()) / 1e6:.1f}",
                           f"{statistics.mean(x['seconds'] for x in own.values()) / 60:.1f}"])
@@ -147,12 +147,11 @@ def verdict(result: dict[str, Any]) -> str:
 
 
 METHOD = """SmolLM2-135M-Instruct (GGUF Q4_1), 8192 tokens, held-out documents of text and of code
-(`python -m benchmarks retrofit`). *Rows* count all that a query of a kv head sees: sinks, recent keys, itself; every
-policy has as many. *Shared out*: the mean over all kv heads of all layers is as many, by one threshold for the scores
-of two training pieces. *Nats* are of positions from 1024 on. *Won back*: the share of the window's loss to full
-attention.
-Three seeds: mean and range. SnapKV reads its prompt with full attention, so only the last tokens compare with it.
-Other work may have shared the GPU: minutes of training are upper bounds."""
+(`python -m benchmarks retrofit`). *Rows*: how many keys a query of a kv head sees, including sinks, recent keys and its
+own. *Adaptive budgets*: heads have different numbers of rows with that mean over all kv heads and layers, set by one
+score threshold. *Nats* are those of positions from 1024 on. *Won back*: the share of what the window loses to full
+attention. Three seeds: mean and range. SnapKV reads its prompt with full attention, so compare only its last tokens.
+Other jobs may have shared the GPU, so minutes of training are upper bounds."""
 APPENDIX = """## Appendix: small models from scratch
 
 What follows are models of up to 30 M parameters, trained here from their first step, in which scores of the value
@@ -173,12 +172,12 @@ def text(result: dict[str, Any]) -> str:
 def panels(result: dict[str, Any]) -> list[Panel]:
     """Nats above full attention by kept rows, of text and of code; then by position at ``AT`` rows."""
     shown = [kind for kind in KINDS if kind not in (*EVERYTHING, "snapkv")]
-    colours = dict(zip((kind for kind in shown if SHARED not in kind),
+    colours = dict(zip((kind for kind in shown if ADAPTIVE not in kind),
                        colormaps()["tab20"]([14, 16, 10, 18, 8, 12, 0, 2, 4, 6, 19])))
 
     def line(kind: str) -> dict[str, Any]:
-        return {"marker": "o", "markersize": 3, "color": colours[kind.removesuffix(SHARED)], "label": KINDS[kind],
-                "linestyle": "-" if SHARED in kind or kind + SHARED not in KINDS else ":"}
+        return {"marker": "o", "markersize": 3, "color": colours[kind.removesuffix(ADAPTIVE)], "label": KINDS[kind],
+                "linestyle": "-" if ADAPTIVE in kind or kind + ADAPTIVE not in KINDS else ":"}
     full = rows_of(result, "full", 0)
 
     def by_rows(name: str) -> Any:
@@ -216,7 +215,7 @@ def panels(result: dict[str, Any]) -> list[Panel]:
 
 # ---- speed ----------------------------------------------------------------------------------------------------------
 def speed_table(result: dict[str, Any]) -> str:
-    """A line for each measurement: what it takes, beside the fastest dense peer, compiled or not as it is."""
+    """A line per measurement. The speedup is over the fastest dense peer that is compiled if, and only if, ours is."""
     lines = []
     by: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in result["rows"]:
@@ -229,7 +228,7 @@ def speed_table(result: dict[str, Any]) -> str:
             faster = times(ratio(dense, row["ms"])) if peer in OURS else ""
             lines.append([part, length(n), str(batch), peer, milliseconds(row["ms"]), mebibytes(row.get("peak_bytes")),
                           mebibytes(row.get("cache_bytes")), row.get("note") or faster])
-    return markdown(["part", "tokens", "batch", "attention", "ms", "peak memory", "cache", "of the fastest dense one"],
+    return markdown(["part", "tokens", "batch", "attention", "ms", "peak memory", "cache", "speedup over dense"],
                     lines, words=1)
 
 

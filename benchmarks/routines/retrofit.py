@@ -1,38 +1,38 @@
-"""A pretrained model whose cache keeps few rows: what does each policy lose, and what do trained gates win back?
+"""How much does a pretrained model lose if its cache keeps few rows, and how much do trained gates win back?
 
-Model: SmolLM2-135M-Instruct (GGUF Q4_1, unpacked to bfloat16), 30 layers, 9/3 heads of 64, context 8192. Text and
-code: harness/corpus.py, split by documents; it says how to make ``--data``, which travels to machines without a
-network.
+Model: SmolLM2-135M-Instruct (GGUF Q4_1, unpacked to bfloat16): 30 layers, 9/3 heads of 64, context 8192. Text and code
+are split by documents (harness/corpus.py, which also says how to make ``--data`` for a machine without a network).
 
-Policies (harness/kept_rows.py), each at ``ROWS`` kept rows, which count everything that a query of a kv head sees:
-sinks, recent keys, itself. Those by scores have 4 sinks, 64 recent keys and the best of the older ones. ``shared``: the
-rows are the mean of all kv heads of all layers; how many each has is learned from ``TRIALS`` training pieces, by one
-threshold for all scores.
+Each policy (harness/kept_rows.py) is measured at several numbers of kept rows, ``ROWS``. A row is a key that a query of
+a kv head sees, including sinks, recent keys and its own. Policies with scores keep 4 sinks, 64 recent keys, and the
+best of the older ones. ``shared``: adaptive head budgets. Heads have different numbers of rows, whose mean over all kv
+heads and layers is as stated; one score threshold, found on ``TRIALS`` training pieces, sets them.
 
-    plain     full attention, also to 8-bit rows (``int8``, ``fp8``); window and sinks; random scores (three
-              seeds); the oracle of largest future attention; SnapKV, at the end of a prompt that full attention has
-              read: the ``following`` tokens after it alone
+    plain     full attention, also with 8-bit rows (``int8``, ``fp8``); a window with sinks; random scores (three
+              seeds); an oracle that scores keys by their largest future attention; SnapKV, which prunes the prompt
+              after full attention has read it, so that only the ``following`` tokens are measured
     h2o       H2O, simulated token by token
-    scores    of the layer's input, and of its value: a regression on the oracle's logarithm (a hidden layer, AdamW)
-    aged      the scores of the input and a bonus for newer keys, whose slope, of ``SLOPES``, each kv head has for
-              itself: that which hides the least attention in ``TRIALS`` training pieces (0: none; 1: a window)
-    gates     ``cupy_dma.retrofit.train``, base frozen, from open gates; the delay is the recent keys, and the share of
-              older keys falls to what leaves 256 rows on average over the length
-    enforced  as gates, but the budget's loss weighs ``WEIGHT`` and its target stays for the last quarter of the steps:
-              the gates above close too late, at a share that leaves 390 rows
-    warm      as gates, from the scores of the layer's input, of the same seed, in place of open gates
-    tuned     as gates, and the base learns, too (float32 under bfloat16 autocast); the teacher is the model as it was
+    scores    scores of the layer's input and of its value, trained by regression on the logarithm of the oracle's (one
+              hidden layer, AdamW)
+    aged      scores of the input plus a bonus for newer keys. Each kv head has its own slope, from ``SLOPES``: the one
+              that hides the least attention in ``TRIALS`` training pieces (0: no bonus, 1: a window)
+    gates     ``cupy_dma.retrofit.train`` with a frozen base. Gates start open; their delay is the number of recent
+              keys; the kept share falls until 256 rows are left on average
+    enforced  as gates, with a budget loss of weight ``WEIGHT``, and with the final target for the last quarter of the
+              steps. Without these, training ends at about 390 rows
+    warm      as gates, but starting from the scores of the layer's input (same seed) instead of open
+    tuned     as gates, with the base trained too (float32, bfloat16 autocast); the teacher is the original model
 
-Trained for 256 rows, on pieces of ``length`` tokens from training documents, a piece a step, three seeds. The other
-numbers of rows use the same scores: gates are ranked by their logits, so every policy keeps exactly as many rows.
-Scores and gates only select here; nothing is added to the model's logits.
+Training sees one piece of ``length`` tokens per step, for 256 rows, with three seeds. Other numbers of rows use the
+same scores. Gates are ranked by their logits, so every policy keeps exactly as many rows. Scores and gates only select
+keys here: nothing is added to the model's logits.
 
-A row has the nats per token of held-out documents by position, of text and of code; those of the last ``following``
-tokens; and needles: of each length and depth how many of ``needles`` are found, by the most probable digits. How many
-full attention finds is the measure. ``training``: tokens, seconds and curve. Needles lie in held-out documents.
+Each result has the nats per token of held-out documents by position, for text and for code; the nats of the last
+``following`` tokens; and how many of ``needles`` hidden needles are found at each length and depth, by the most
+probable digits. Compare with full attention. ``training`` has tokens, seconds and the curve.
 
-Checked: no query sees more than the rows. Part ``check``, in float32: the losses of every token under full attention
-and under the window are those of torch's attention with a dense float mask, up to ``NEAR`` of what the window changes.
+Checks: no query sees more than the rows. In part ``check``, in float32, the loss of every token under full attention
+and under the window equals that of torch's attention with a dense float mask, up to ``NEAR`` of the window's effect.
 """
 import argparse
 import copy
@@ -61,8 +61,8 @@ from benchmarks.harness.kept_rows import (
     aged,
     attend_by,
     best,
+    budgets_by_threshold,
     scored_by,
-    share_out,
     within,
 )
 from benchmarks.harness.records import Clock, Row, Run, add_run_options, device_of, run_all
@@ -212,7 +212,7 @@ def check(bench: Bench, own: dict[str, Any], clock: Clock) -> list[Row]:
     return [{"settings": own, "apart": apart, "effect": effect, "seconds": round(time.perf_counter() - began, 2)}]
 
 
-def shared_out(bench: Bench, model: Any, seed: int, score: Score, clock: Clock) -> dict[int, Tensor]:
+def adaptive_budgets(bench: Bench, model: Any, seed: int, score: Score, clock: Clock) -> dict[int, Tensor]:
     """For each number of rows those of each head ``(layers, Hkv)``."""
     found: list[list[Tensor]] = []
 
@@ -225,7 +225,7 @@ def shared_out(bench: Bench, model: Any, seed: int, score: Score, clock: Clock) 
         with torch.no_grad(), kept_rows.attending(model, look):
             model.model(input_ids=piece, use_cache=False)
     scores = torch.stack([torch.stack(own) for own in found], 1)
-    return {rows: share_out(scores, rows) for rows in bench.task.ROWS}
+    return {rows: budgets_by_threshold(scores, rows) for rows in bench.task.ROWS}
 
 
 def evaluation(bench: Bench, own: dict[str, Any], score: Score | None, clock: Clock) -> list[Row]:
@@ -233,7 +233,7 @@ def evaluation(bench: Bench, own: dict[str, Any], score: Score | None, clock: Cl
     kind, rows = own["kind"] if score is None else "scores", own["rows"]
     if own.get("shared"):
         assert score is not None
-        rows = shared_out(bench, bench.model, own["seed"], score, clock)[rows]
+        rows = adaptive_budgets(bench, bench.model, own["seed"], score, clock)[rows]
     return [{"settings": own, **heads_of(rows), **evaluated(bench, bench.model, kind, rows, clock, score)}]
 
 
@@ -366,7 +366,7 @@ def training_of(bench: Bench, part: str, seed: int, own: list[dict[str, Any]], c
     else:
         model, gates, costs = trained(bench, part, seed, clock)
         scores = {part: scored_by(gates, "input")}
-    shares = {kind: shared_out(bench, model, seed, score, clock) for kind, score in scores.items()} \
+    shares = {kind: adaptive_budgets(bench, model, seed, score, clock) for kind, score in scores.items()} \
         if any(one.get("shared") for one in own) else {}
     found = []
     for one in own:

@@ -65,7 +65,7 @@ class Bench:
         if peer.startswith("gates"):
             dmt.convert(model, policy="gate", delay=RECENT, sinks=SINKS, trainable="all")
             if peer != "gates, open":
-                share_out(model, self.ids(1, length), min(0.5, 2 * (ROWS - RECENT) / length))
+                set_kept_share(model, self.ids(1, length), min(0.5, 2 * (ROWS - RECENT) / length))
         elif peer == "window":
             dmt.convert(model, policy="window", window=ROWS - SINKS, sinks=SINKS)
         else:
@@ -131,7 +131,7 @@ class Bench:
         return {**found, "ms": found["ms"] / STEPS, "cache_bytes": size, "tokens": torch.cat(tokens, 1)[0].tolist()}
 
 
-def share_out(model: Any, ids: Tensor, share: float) -> None:
+def set_kept_share(model: Any, ids: Tensor, share: float) -> None:
     """Let each gate keep this share of the tokens: random weights, and a quantile of the logits as bias."""
     def before(gate: Any, given: tuple[Tensor, ...]) -> None:
         with torch.no_grad():

@@ -291,10 +291,10 @@ def test_training_resumes(tmp_path, data, monkeypatch):
         assert (a["settings"], a["by_position"], a["ending"]) == (b["settings"], b["by_position"], b["ending"])
 
 
-def test_rows_are_shared_out_by_one_threshold():
+def test_budgets_by_one_threshold():
     scores = torch.rand(3, 2, 4, 300, generator=torch.Generator().manual_seed(0))  # layers, texts, heads, keys
     scores[1] += 0.5
-    found = kept_rows.share_out(scores, 90)
+    found = kept_rows.budgets_by_threshold(scores, 90)
     assert found.shape == (3, 4) and 89 < found.double().mean() <= 90 and (found[1] > found[0].max()).all()
     older = scores[..., SINKS:-kept_rows.RECENT]
     least = older.flatten().sort().values[-(90 - SINKS - kept_rows.RECENT) * 12 * 2 - 1]
@@ -352,7 +352,7 @@ def test_speed(tmp_path, monkeypatch):
 
 def test_speed_notices_what_is_wrong(tmp_path, monkeypatch):
     bench = retrofit_speed.Bench("tiny", "cpu", 1)
-    monkeypatch.setattr(retrofit_speed, "share_out", lambda *_: None)
+    monkeypatch.setattr(retrofit_speed, "set_kept_share", lambda *_: None)
     with pytest.raises(RuntimeError, match=r"gates keep 1\.0000 of 0\.5000"):
         retrofit_speed.check(bench, {"length": 100})
     key = {"part": "decode", "length": 1, "batch": 1}
