@@ -294,6 +294,17 @@ def test_a_bad_row_reaches_no_gradient_behind_a_dense_mask(kind):
         assert np.array_equal(clean, found)
 
 
+@pytest.mark.feature("cuda backward", "attention", "a NaN")
+def test_a_bad_key_reaches_the_query_gradients_that_see_it_only():
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (rng.standard_normal((1, 100, 2, 16)).astype(np.float16) for _ in range(4))
+    k[0, 20, 0, 3] = np.nan
+    mask = dma.IntervalMask.sliding_window(100, 5)
+    out, lse = dma.attention(q, k, v, mask=mask, return_lse=True, backend="emulator")
+    found = attention_backward(dout, q, k, v, out, lse, mask=mask, backend="emulator").query
+    assert np.array_equal(np.isnan(found).any((0, 2, 3)), np.isin(np.arange(100), range(20, 25)))
+
+
 @pytest.mark.feature("cuda backward", "Scores and selection", "key_scores")
 @pytest.mark.parametrize(("dtype", "form", "shape"), SCORE_CASES)
 def test_key_scores_backward(dtype, form, shape):

@@ -44,7 +44,9 @@ LARGER = {"batch": (2, 50, 2, 16), "row": (2, 40, 3, 16), "head": (2, 40, 2, 24)
 def check_strides(places, passes, **options):
     """Forward and gradients of arrays within larger ones: of query, key, value, dout and out."""
     arrays = [within(draw(2, 40, 2, 16, seed=seed), *place) for seed, place in enumerate(places[:3])]
-    problem = by_element.Problem(*arrays, options.get("mask"), options.get("bias"))
+    mask = options.get("mask")
+    seen = mask.to_dense(40) if isinstance(mask, dma.IntervalMask) else mask
+    problem = by_element.Problem(*arrays, seen, options.get("bias"))
     out, lse = dma.attention(*arrays, **options, return_lse=True, backend="emulator")
     problem.check_attention(out, lse)
     upstream, out = within(draw(*out.shape, seed=3), *places[3]), within(out, *places[4])
@@ -73,6 +75,24 @@ def test_biases_and_masks_have_strides_of_their_own(passes):
     for given in (within(dense, 2, 3, 40, 40), within(dense, 2, 2, 43, 40), within(dense, 2, 2, 40, 43),
                   np.broadcast_to(dense[:, :1], dense.shape), np.broadcast_to(dense[:, :, :1], dense.shape)):
         check_strides(plain, passes, mask=given, bias=bias)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_intervals_have_strides_of_their_own(passes):
+    """Starts, stops and the keys that nobody sees differ between batch entries and heads, without super-tiles and with
+    them; biases that broadcast over heads, keys and all but keys."""
+    start, stop = np.random.default_rng(0).integers(0, 41, (2, 2, 2, 40)).astype(np.int32)
+    for bias in (draw(1, 1, 40, 40), draw(2, 2, 1, dtype=np.float32), draw(1, 1, 40, dtype=np.float32)):
+        check_strides([(2, 40, 2, 16)] * 5, passes, mask=dma.IntervalMask(start, stop), bias=bias)
+    rows = [draw(2, 300, 2, 16, seed=seed) for seed in range(4)]
+    start = np.random.default_rng(1).integers(0, 300, (2, 2, 300)).astype(np.int32)
+    start[0, 1, 30:] = 300
+    mask = dma.IntervalMask.top_w(draw(2, 2, 300, dtype=np.float32), 20) & dma.IntervalMask(start, 300 + 0 * start)
+    problem = by_element.Problem(*rows[:3], mask.to_dense(300))
+    out, lse = dma.attention(*rows[:3], mask=mask, return_lse=True, backend="emulator")
+    problem.check_attention(out, lse)
+    problem.check_gradients(attention_backward(rows[3], *rows[:3], out, lse, mask=mask, deterministic=passes == 2,
+                                               backend="emulator"), rows[3], out)
 
 
 def test_dense_biases_have_strides_of_their_own():
