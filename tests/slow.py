@@ -5,8 +5,8 @@
 with g++ and for GPUs with NVRTC. It therefore runs only a share of the long grids over kernels: for each test function,
 the cases with the smallest checksums of their names, the same on every machine. Tests whose cases cover different
 things mark single cases with ``pytest.mark.slow``. Mutations run for kernel files that differ from the last commit
-(``CUPY_DMA_BASE`` names another), and for files that include them. The emulator's tests of single properties
-(``OF_KERNELS``) run only if kernels or the CUDA backend differ from that commit.
+(``CUPY_DMA_BASE`` names another), and for files that include them; generated mutants for the files alone. The
+emulator's tests of single properties (``OF_KERNELS``) run only if kernels or the CUDA backend differ from that commit.
 
 ``make test-all`` should take about an hour on two cores, so it also runs only a share of the largest grids. ``make
 test-gpu`` runs all their cases on a GPU; ``make test-rare`` runs the rest on a CPU, for changes of kernels.
@@ -26,11 +26,14 @@ from pathlib import Path
 import pytest
 
 FAULTS = "tests/emulator/mutations/test_mutations.py::test_faults_are_caught"
+GENERATED = "tests/emulator/mutations/test_generated.py::test_generated_mutants_are_caught"
 # Node id without parameters -> n: make test runs one of n cases (at least one of each function; None: no case). The
 # first matching pattern counts.
 SHARES: dict[str, int | None] = {
     "tests/emulator/mutations/*::test_sound_kernels_pass": None,  # 5 to 20 s each
     FAULTS: None,  # see above
+    GENERATED: None,
+    "tests/emulator/mutations/test_generated.py::*": 1,
     "tests/emulator/tests/test_faults.py::*": 2,
     "tests/emulator/tests/test_sm90.py::*every_length*": None,  # 10 to 40 s each
     "tests/emulator/tests/test_sm90.py::*follow_each_other*": None,
@@ -61,6 +64,7 @@ OF_KERNELS = tuple(f"tests/emulator/tests/test_{name}.py::*" for name in (
 
 # The same for ``make test-all``.
 SHARES_OF_ALL: dict[str, int | None] = {
+    GENERATED: 4,
     "tests/emulator/tests/test_*ward.py::test_*_grid": 2,
     "tests/emulator/tests/test_*ward.py::test_tiles_of_smaller_gpus": 2,
     "tests/emulator/tests/test_forward.py::test_selection_in_both_ways": 2,
@@ -117,7 +121,10 @@ def mark(items: list[pytest.Item]) -> None:
 
     faults = [item for item in items if function(item) == FAULTS]
     chosen = {item for item in faults if item.callspec.params["fault"].file in changed_kernels()}
-    if not changed_files(KERNELS) and not changed_files(CUDA):
+    changed = changed_files(KERNELS)
+    chosen |= {item for item in items
+               if function(item) == GENERATED and item.callspec.params["mutant"].file in changed}
+    if not changed and not changed_files(CUDA):
         for item in items:
             if any(fnmatchcase(item.nodeid, pattern) for pattern in OF_KERNELS):
                 item.add_marker(pytest.mark.slow)

@@ -9,6 +9,7 @@
     faults_lists.py           key lists,
     faults_decode.py          decoding
     test_mutations.py         puts them in
+    generated.py              mutants made mechanically; test_generated.py runs them
 """
 from typing import NamedTuple
 

@@ -10,9 +10,9 @@ import pytest
 
 import cupy_dma as dma
 from cupy_dma.arrays import library_named, numpy_dtype
+from cupy_dma.backends.cuda.attention import sm90, sm90_schedule
 from cupy_dma.backends.cuda.attention import sm90_backward as kernels_backward
-from cupy_dma.backends.cuda.attention import sm90_schedule
-from cupy_dma.backends.cuda.runtime.program import fresh
+from cupy_dma.backends.cuda.runtime.program import fresh, overridden
 from cupy_dma.masks.interval import Hints
 from tests import emulator
 from tests.emulator.tests import (
@@ -248,6 +248,14 @@ def short_tiles() -> None:
         assert tiles == [count]
 
 
+def queries_without_tma(check: Callable[[], None]) -> Callable[[], None]:
+    def run() -> None:
+        with mock.patch.object(sm90, "queries_map", lambda *_: None):
+            check()
+
+    return run
+
+
 def sm90_splits(kind: str) -> Callable[[], None]:
     """Tiles split along their keys, after whole waves and without any; some queries see only keys of some splits."""
     def check() -> None:
@@ -277,6 +285,22 @@ def sm90_grid(tile: str, name: str) -> Callable[[], None]:
             grid(name)()
 
     return check
+
+
+def few_queries(name: str) -> Callable[[], None]:
+    def check() -> None:
+        with overridden(decode=True):
+            elsewhere(test_decode.test_few_queries_on_the_forward_grid, named(name), True)()
+
+    return check
+
+
+def on_hopper(check: Callable[[], None]) -> Callable[[], None]:
+    def run() -> None:
+        with emulator.hopper_gpu(), overridden(hopper=True):
+            check()
+
+    return run
 
 
 def sm90_backward(num_sms: int = 1, order: emulator.Order | None = None, **options: Any) -> Callable[[], None]:
@@ -390,6 +414,7 @@ OWN: dict[str, Callable[[], None]] = {
     "sm90[lists that do not fit]": no_room_in_l2("128x128", 4, rotation=3),
     "sm90[non-finite]": nonfinite_values,
     "sm90[short tiles]": short_tiles,
+    "sm90[lists, queries without TMA]": queries_without_tma(sm90_forward("192x96", "lists")),
     **{f"sm90[splits, {kind}]": sm90_splits(kind) for kind in ("none", "lists", "non-finite", "nothing seen")},
     "sm90 backward[lists]": sm90_backward(),
     "sm90 backward[lists, D256]": sm90_backward(head_dim=256, num_sms=2, length=500),
@@ -427,6 +452,7 @@ OWN: dict[str, Callable[[], None]] = {
     "flash_decode[window]": window_of_flash_decode,
     "decoding": decoding(),
     "decoding[several splits]": decoding(window=100, recent=2, length=104, heads=2, kv_heads=1),
+    "decoding[sets]": decoding(dtype="bfloat16", head_dim=136, value_dim=16, window=5, length=12, heads=20, kv_heads=2),
     "decoding[sinks and recent]": decoding(sinks=2, recent=3),
     "decoding[gates]": decoding(Gates(dtype="float16", head_dim=16, length=24, batch=1, capacity=3)),
     "decoding[ragged]": decoding(window=(66, 3), length=72, batch=2, heads=24, kv_heads=2, head_dim=8),
@@ -451,12 +477,13 @@ OWN: dict[str, Callable[[], None]] = {
 CHECKS: dict[str, Callable[[], None]] = {
     **OWN,
     **{f"test_forward_grid[{name}]": grid(name) for name in (
-        "mask-none", "heads-4/2-top_w", "mask-per_batch", "float16-D3", "bfloat16-D40", "lengths-33x129-causal",
-        "lengths-129x33-top_w", "lengths-300x300-causal", "lengths-300x300-top_w", "float32-D64", "float32-D4-causal",
-        "mask-dense", "causal-and-dense", "dense-mask-1hqk")},
+        "mask-none", "mask-window", "heads-4/2-top_w", "mask-per_batch", "float16-D3", "bfloat16-D40",
+        "lengths-33x129-causal", "lengths-129x33-top_w", "lengths-300x300-causal", "lengths-300x300-top_w",
+        "float32-D64", "float32-D4-causal", "mask-dense", "causal-and-dense", "dense-mask-1hqk",
+        "dense-both-per_batch+dense=1gqk-bgqk")},
     **{f"test_backward_grid[{name}]": elsewhere(test_backward.test_backward_grid, named(name)) for name in (
-        "float32-D40", "float32-dense-both-dense=11qk-1gqk", "mask-none", "lengths-129x33-causal", "mask-dense",
-        "dense-both-dense=1hqk-bhqk", "dense-both-dense=11qk-1gqk", "dense-both-dense=b1q1-b1q1")},
+        "float32-D16", "float32-D40", "float32-dense-both-dense=11qk-1gqk", "mask-none", "lengths-129x33-causal",
+        "mask-dense", "dense-both-dense=1hqk-bhqk", "dense-both-dense=11qk-1gqk", "dense-both-dense=b1q1-b1q1")},
     **{f"varlen[{name}]": elsewhere(test_varlen.test_forward, test_varlen.named(name)) for name in (
         "bfloat16-none", "mask-window", "used-per_head", "long-per_head", "sixty-none", "pages-16-none")},
     **{f"varlen backward[{name}]": elsewhere(test_varlen.test_backward, test_varlen.named(name)) for name in (
@@ -550,6 +577,14 @@ CHECKS: dict[str, Callable[[], None]] = {
         elsewhere(test_numerics.test_nothing_comes_from_keys_behind_the_last_query, "hopper", "key", 200),
     "test_keys_behind[Hopper, lists]":
         elsewhere(test_numerics.test_nothing_comes_from_keys_behind_the_last_query, "hopper lists", "key", 200),
+    "test_intervals": elsewhere(test_strides_and_reuse.test_intervals_have_strides_of_their_own, 1),
+    "test_intervals[Hopper]":
+        on_hopper(elsewhere(test_strides_and_reuse.test_intervals_have_strides_of_their_own, 1)),
+    **{f"few_queries[{name}]": few_queries(name) for name in ("mask-global_documents", "float16-D3")},
+    "test_a_bad_key": test_backward.test_a_bad_key_reaches_the_query_gradients_that_see_it_only,
+    "test_forward_grid[Hopper, dense]": sm90_grid("128x128", "dense-both-per_head+padding+dense=b1qk+dense=1hq1-1hqk"),
+    "test_dense_strides": test_strides_and_reuse.test_dense_biases_have_strides_of_their_own,
+    "test_dense_strides[Hopper]": on_hopper(test_strides_and_reuse.test_dense_biases_have_strides_of_their_own),
     "test_strides": elsewhere(test_strides_and_reuse.test_every_array_has_strides_of_its_own, 1),
     "test_strided_scores": elsewhere(test_strides_and_reuse.test_scores_of_strided_values_and_weights, np.float16),
     "test_tiles_inside_heads": test_strides_and_reuse.test_tiles_that_begin_inside_the_heads_of_a_query,
