@@ -158,7 +158,8 @@ def _run(folder: Path, checks: Sequence[str], results: Connection) -> None:
 
 def verdict(mutant: Mutant, checks: Sequence[str]) -> str:
     """``caught``, ``not compiled`` or ``survived``."""
-    processes = multiprocessing.get_context("fork")
+    processes = multiprocessing.get_context("forkserver")  # a fork of this process would have the threads of JAX
+    processes.set_forkserver_preload(["tests.emulator.mutations.checks"])
     with tempfile.TemporaryDirectory() as work:
         folder = Path(work) / "kernels"
         shutil.copytree(jit.kernels_directory(), folder)
