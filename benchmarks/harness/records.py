@@ -104,7 +104,7 @@ class Record:
         found = {key_of(row["settings"]): {**row, **about} for row in rows}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with locked(self.path.parent):  # other processes add rows too
-            self.rows = {**({} if self.args.fresh else self._written()), **self.rows, **found}
+            self.rows = {**self.rows, **({} if self.args.fresh else self._written()), **found}
             new = self.path.with_suffix(".new")
             write(new, {"method": self.method, **machine, "rows": list(self.rows.values())})
             new.replace(self.path)

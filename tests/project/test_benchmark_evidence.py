@@ -219,6 +219,10 @@ def test_processes_share_a_file(tmp_path):
         assert len(rows_of(tmp_path, "mqar")) == count
     late.add([{"settings": {"a": 1}, "found": 2}])
     assert len(rows_of(tmp_path, "mqar")) == 37
+    other = records.Record("mqar", args, None)
+    late.add([{"settings": {"a": 1}, "found": 3}])
+    other.add([{"settings": {"b": 1}, "found": 4}])
+    assert [row["found"] for row in rows_of(tmp_path, "mqar")[-2:]] == [3, 4]
 
 
 def test_a_run_that_would_take_too_long_is_not_begun_in_vain(monkeypatch):
