@@ -337,7 +337,7 @@ def test_speed(tmp_path, monkeypatch):
     rows = json.loads((tmp_path / "retrofit_speed.json").read_text())["rows"]
     found = {(row["settings"]["part"], row["settings"]["peer"]): row for row in rows}
     assert len(found) == len(rows) == 1 + 7 + 5 + 2 and all(row["ms"] > 0 for row in rows)
-    assert found["check", "gates"]["off"] < 1e-4
+    assert max(found["check", "gates"]["off"], found["check", "gates"]["compiled_off"]) < 1e-4
     full, ours = (found["decode", peer]["cache_bytes"] for peer in ("sdpa", "gates"))
     assert full == 2 * 2 * 2 * 2 * (100 + 2 * 3) * 8 * 4  # keys and values, layers, rows, heads, tokens, size
     assert ours >= 2 * 2 * 2 * 2 * 256 * 8 * 4
@@ -353,6 +353,7 @@ def test_speed(tmp_path, monkeypatch):
 def test_speed_notices_what_is_wrong(tmp_path, monkeypatch):
     bench = retrofit_speed.Bench("tiny", "cpu", 1)
     monkeypatch.setattr(retrofit_speed, "set_kept_share", lambda *_: None)
+    monkeypatch.setattr(retrofit_speed, "compile_layers", lambda *_: None)
     with pytest.raises(RuntimeError, match=r"gates keep 1\.0000 of 0\.5000"):
         retrofit_speed.check(bench, {"length": 100})
     key = {"part": "decode", "length": 1, "batch": 1}
