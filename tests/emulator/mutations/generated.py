@@ -152,12 +152,16 @@ def _run(folder: Path, checks: Sequence[str], results: Connection) -> None:
                 results.send("")
             except jit.CompileError:
                 results.send("not compiled")
-            except BaseException as error:  # pytest's own are no Exceptions
-                results.send("" if isinstance(error, pytest.skip.Exception) else "caught")
+            except pytest.skip.Exception:
+                results.send("")
+            except (emulator.EmulatorError, AssertionError, pytest.fail.Exception):
+                results.send("caught")
+            except BaseException as error:  # of the check itself
+                results.send(f"error in {check}: {error!r}")
 
 
 def verdict(mutant: Mutant, checks: Sequence[str]) -> str:
-    """``caught``, ``not compiled`` or ``survived``."""
+    """``caught``, ``not compiled``, ``survived``, or the error of a check."""
     processes = multiprocessing.get_context("forkserver")  # a fork of this process would have the threads of JAX
     processes.set_forkserver_preload(["tests.emulator.mutations.checks"])
     with tempfile.TemporaryDirectory() as work:
@@ -191,10 +195,10 @@ def main() -> None:
     totals: dict[str, Counter[str]] = defaultdict(Counter)
     for mutant in tqdm(chosen):
         found = mutant.unseen.split(":")[0] or verdict(mutant, checks_of(mutant))
-        totals[mutant.file][found] += 1
+        totals[mutant.file][found.split(" ")[0] if found.startswith("error") else found] += 1
         if found != "caught":
             tqdm.write(f"{mutant.name}: {mutant.unseen or found}")
-    columns = "caught", "not compiled", "equivalent", "not modelled", "open", "survived"
+    columns = "caught", "not compiled", "equivalent", "not modelled", "open", "survived", "error"
     print("| file | mutants | " + " | ".join(columns) + " |")
     for file, of_file in {**totals, "all": sum(totals.values(), Counter())}.items():
         print(f"| `{file}` | {of_file.total()} | " + " | ".join(str(of_file[name]) for name in columns) + " |")
