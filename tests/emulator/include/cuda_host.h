@@ -172,8 +172,11 @@ inline void __nanosleep(unsigned) {}
 inline void __cluster_barrier_arrive() { machine_cluster_arrive(true); }
 inline void __cluster_barrier_arrive_relaxed() { machine_cluster_arrive(false); }
 inline void __cluster_barrier_wait(Where w = caller()) { machine_cluster_wait(w); }
-inline void* __cluster_map_shared_rank(void* shared, unsigned) { return machine_first_of_cluster(shared); }
 [[noreturn]] inline void __trap(Where w = caller()) { machine_trap("__trap", w); }
+inline void* __cluster_map_shared_rank(void* shared, unsigned rank, Where w = caller()) {
+    if (rank != 0) machine_trap("memory of another block than the cluster's first, which the emulator cannot map,", w);
+    return machine_first_of_cluster(shared);
+}
 
 inline unsigned own_lane() { return threadIdx.x & 31; }
 
