@@ -7,8 +7,9 @@ trained for ``ROWS`` rows: each bias is that quantile of the random model's gate
 
     step      forward, loss, backward and AdamW (fused) of all parameters, one sequence, no activation checkpointing
     prefill   a forward pass, logits of the last tokens alone, no cache
-    decode    a token after a history; ours on a bounded ``GatedCache``, ``ROWS`` rows per kv head, as eager
-              calls and as a CUDA graph; full attention on transformers' cache, eager, filled with random rows
+    decode    a token after a history; ours on a bounded ``GatedCache``, ``ROWS`` rows per kv head, as eager calls and
+              as a CUDA graph, and the window on a ``DynamicMaskCache`` with as many rows, as a graph; full attention
+              on transformers' cache, eager, filled with random rows
 
 Peers: ``sdpa``, torch's choice; ``flash``, its FlashAttention-2; ``window``, ours with as many rows; ``gates, open``,
 how training begins; ``compiled``: every layer with ``torch.compile``. Timing: after ``WARM_UP`` calls, up to
@@ -40,7 +41,8 @@ PARTS = ("check", "step", "prefill", "decode")
 WARM_UP, STEPS, NEAR = 2, 16, 0.02
 ROWS, RECENT, SINKS = 256, 64, 4
 PEERS = {"step": ("gates", "gates, open", "window", "sdpa", "flash", "gates, compiled", "sdpa, compiled"),
-         "prefill": ("gates", "gates, open", "window", "sdpa", "flash"), "decode": ("gates", "gates, graph", "sdpa")}
+         "prefill": ("gates", "gates, open", "window", "sdpa", "flash"),
+         "decode": ("gates", "gates, graph", "window, graph", "sdpa")}
 SIZES = {"smollm2": {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
                      "num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True},
          "tiny": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -67,7 +69,7 @@ class Bench:
             dmt.convert(model, policy="gate", delay=RECENT, sinks=SINKS, trainable="all")
             if peer != "gates, open":
                 set_kept_share(model, self.ids(1, length), min(0.5, 2 * (ROWS - RECENT) / length))
-        elif peer == "window":
+        elif peer.startswith("window"):
             dmt.convert(model, policy="window", window=ROWS - SINKS, sinks=SINKS)
         else:
             model.set_attn_implementation("sdpa")
@@ -110,11 +112,12 @@ class Bench:
                 cache.update(*(torch.randn(shape, device=self.device, dtype=model.dtype) for _ in range(2)), layer)
             latest = self.ids(batch, 1)
         else:
-            cache = dmt.GatedCache(model.config, capacity=ROWS - RECENT - SINKS)
+            cache = dmt.DynamicMaskCache(model.config) if peer.startswith("window") else \
+                dmt.GatedCache(model.config, capacity=ROWS - RECENT - SINKS)
             for piece in self.ids(batch, length).split(max(1, 2**17 // batch), 1):
                 logits = model(input_ids=piece, logits_to_keep=1, **{name: cache}).logits
             latest = logits.argmax(-1)
-        step = dmt.DecodingStep(model, cache) if peer == "gates, graph" else \
+        step = dmt.DecodingStep(model, cache) if peer.endswith("graph") else \
             lambda ids: model(input_ids=ids, **{name: cache}).logits
         tokens: list[Tensor] = []
 
@@ -216,7 +219,7 @@ def runs(args: argparse.Namespace) -> list[Run]:
         for length in lengths if part != "step" else [n for n in lengths if n <= 32768]:
             for batch in (1,) if part == "step" else args.batches or ([2] if tiny else [1, 16]):
                 for peer in PEERS[part]:
-                    if peer != "gates, graph" or device.startswith("cuda"):
+                    if not peer.endswith("graph") or device.startswith("cuda"):
                         chosen.append({"part": part, "length": length, "batch": batch, "peer": peer})
     return [Run(" ".join(map(str, own.values())), [own], lambda clock, own=own: measured(bench, own, clock))
             for own in chosen]
