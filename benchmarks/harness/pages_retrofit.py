@@ -14,13 +14,13 @@ KINDS = {"full": "full attention", "int8": "full attention, rows in INT8", "fp8"
          "window": "window and sinks", "random": "random", "h2o": "H2O", "snapkv": "SnapKV",
          "value": "scores of the value", "input": "scores of the layer's input",
          "aged": "scores of the layer's input that age", "gates": "gates, base frozen",
-         "enforced": "gates, base frozen, budget enforced",
+         "enforced": "gates, base frozen, budget enforced", "longer": "gates, budget enforced, three times the steps",
          "warm": "gates that start from scores", "tuned": "gates, base tuned", "oracle": "oracle (sees the future)"}
 EVERYTHING = ("full", "int8", "fp8")  # kinds that keep all keys
 ADAPTIVE = " adaptive"  # heads have different numbers of rows
 KINDS |= {kind + ADAPTIVE: f"{KINDS[kind]}, adaptive budgets" for kind in ("value", "input", "gates", "enforced",
-                                                                         "warm", "tuned", "oracle")}
-LEARNED = ("input", "aged", "gates", "enforced", "warm", "tuned")  # what the goal is about
+                                                                         "longer", "warm", "tuned", "oracle")}
+LEARNED = ("input", "aged", "gates", "enforced", "longer", "warm", "tuned")  # what the goal is about
 LEARNED += tuple(kind + ADAPTIVE for kind in LEARNED if kind + ADAPTIVE in KINDS)
 TEXTS = ("text", "code")
 LATE, GOAL, AT = 1024, 25, 256  # positions from which on losses count; per cent of the window's loss, at so many rows
@@ -173,7 +173,7 @@ def panels(result: dict[str, Any]) -> list[Panel]:
     """Nats above full attention by kept rows, of text and of code; then by position at ``AT`` rows."""
     shown = [kind for kind in KINDS if kind not in (*EVERYTHING, "snapkv")]
     colours = dict(zip((kind for kind in shown if ADAPTIVE not in kind),
-                       colormaps()["tab20"]([14, 16, 10, 18, 8, 12, 0, 2, 4, 6, 19])))
+                       colormaps()["tab20"]([14, 16, 10, 18, 8, 12, 0, 2, 3, 4, 6, 19])))
 
     def line(kind: str) -> dict[str, Any]:
         return {"marker": "o", "markersize": 3, "color": colours[kind.removesuffix(ADAPTIVE)], "label": KINDS[kind],

@@ -1,9 +1,8 @@
 """Full attention in the scheduler of ``ContinuousBatching``: every key of a text, in a cache of fixed size.
 
-A layer holds ``key, value (slots, rows, Hkv, D)``; padding goes to the last row. Attention is torch's FlashAttention on
-pages (``varlen_attn``, a page per slot), which reads only the keys of its text; without a GPU it is
-``scaled_dot_product_attention`` with a mask. transformers knows ``attention`` and a mask function that returns None as
-``NAME``.
+A layer holds ``key, value (slots, rows, Hkv, D)``; padding goes to the last row. Attention is torch's FlashAttention,
+which reads only the keys of its text; without a GPU it is ``scaled_dot_product_attention`` with a mask. transformers
+knows ``attention`` and a mask function that returns None as ``NAME``.
 """
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from cupy_dma.transformers import ContinuousBatching
 
-NAME, PAGE = "static_slots", 256  # FlashAttention needs pages of a multiple of this many rows
+NAME = "static_slots"
 
 
 class StaticLayer(CacheLayerMixin):
@@ -28,7 +27,7 @@ class StaticLayer(CacheLayerMixin):
     def __init__(self, model: Any, slots: int, rows: int) -> None:
         super().__init__()
         config = model.config
-        size = slots, -(-(rows + 1) // PAGE) * PAGE, config.num_key_value_heads, config.head_dim
+        size = slots, rows + 1, config.num_key_value_heads, config.head_dim
         self.key, self.value = (torch.zeros(size, dtype=model.dtype, device=model.device) for _ in range(2))
         self.length = torch.zeros(slots, dtype=torch.long, device=model.device)
         self.at: tuple[Tensor | None, Tensor] = None, self.length
@@ -85,13 +84,17 @@ def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_
     layer, (n, heads, length, size) = StaticLayer.current, query.shape
     used = torch.where(layer.count > 0, layer.length[layer.slots], 0)
     if query.is_cuda:
-        from torch.nn.attention.varlen import varlen_attn
-
         # Only real tokens are queries; the last query has the position of the last key.
-        ends = torch.arange(n + 1, device=query.device) if n > 1 else torch.stack([layer.count[0] * 0, layer.count[0]])
-        options: Any = {"seqused_k": used.int(), "block_table": layer.slots[:, None].int()}
-        out = varlen_attn(query.transpose(1, 2).reshape(n * length, heads, size), key, value, ends.int(), None, length,
-                          key.shape[1], scale=scaling, window_size=(-1, 0), enable_gqa=True, **options)
+        rows = key.shape[1]
+        if n > 1:  # all slots, a token each
+            ends = torch.arange(n + 1, device=query.device)
+            begins = ends * rows
+        else:
+            ends = torch.stack([layer.count[0] * 0, layer.count[0]])
+            begins = torch.stack([layer.slots[0], layer.slots[0] + 1]) * rows
+        out = torch.ops.aten._flash_attention_forward(
+            query.transpose(1, 2).reshape(n * length, heads, size), key.flatten(0, 1), value.flatten(0, 1), ends.int(),
+            begins.int(), length, rows, 0.0, length > 1, False, scale=scaling, seqused_k=used.int())[0]
         return out.view(n, length, heads, size), None
     last = (used - layer.count)[:, None, None] + torch.arange(length)[:, None]  # that a query sees
     seen = torch.arange(key.shape[1]) <= last

@@ -50,7 +50,7 @@ from cupy_dma.masks.windows import Window, each_head
 
 LAYERS = 20  # copies of a case's arrays, so that a graph of steps finds few of them in the L2 cache
 LAYER_BYTES = 4 * 2**30  # all copies together
-CHUNK = 32768  # tokens per call while filling a cache
+CHUNK, TOKENS = 32768, 2**18  # tokens of a sequence, and of all, per call while filling a cache
 ALWAYS_KEPT = 2.0  # a score above all others, which are below 1
 
 Maker = Callable[[Any, Any, Any, Any], Any]  # (query, key, value, scores) -> a call, or a call and a note
@@ -123,8 +123,9 @@ class Benchmark(suite.Checked):
         case, end = self.case, self.case.key_length - 1
         cache = dma.DynamicCache(case.batch, case.kv_heads, window, case.head_dim, dtype=self.key.dtype, like=self.key,
                                  storage=storage)
-        for begin in range(0, end, CHUNK):
-            piece = slice(begin, min(begin + CHUNK, end))
+        chunk = min(CHUNK, TOKENS // case.batch)
+        for begin in range(0, end, chunk):
+            piece = slice(begin, min(begin + chunk, end))
             cache.update(self.key[:, piece], self.value[:, piece], self.scores[:, :, piece])
         return cache
 

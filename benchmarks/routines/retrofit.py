@@ -20,6 +20,7 @@ heads and layers is as stated; one score threshold, found on ``TRIALS`` training
               keys; the kept share falls until 256 rows are left on average
     enforced  as gates, with a budget loss of weight ``WEIGHT``, and with the final target for the last quarter of the
               steps. Without these, training ends at about 390 rows
+    longer    as enforced, with ``LONGER`` times the steps
     warm      as gates, but starting from the scores of the layer's input (same seed) instead of open
     tuned     as gates, with the base trained too (float32, bfloat16 autocast); the teacher is the original model
 
@@ -70,8 +71,8 @@ from cupy_dma import retrofit
 from cupy_dma.cache.state import CODES
 from cupy_dma.torch import RetentionGate
 
-PARTS = ("check", "plain", "h2o", "scores", "aged", "gates", "enforced", "warm", "tuned")
-WEIGHT = 4.0  # of the budget's loss, where it is enforced
+PARTS = ("check", "plain", "h2o", "scores", "aged", "gates", "enforced", "longer", "warm", "tuned")
+ENFORCED, WEIGHT, LONGER = ("enforced", "longer"), 4.0, 3  # the weight of the budget's loss; times the steps
 SLOPES, TRIALS = (0.0, *(2.0**-n for n in range(14, 4, -1)), 1.0), 2
 SEEDS, DEPTHS, NEAR = (0, 1, 2), (0.0, 0.25, 0.5, 0.75, 1.0), 0.05
 EVERYTHING = ("full", *CODES)  # kinds that keep all keys
@@ -298,6 +299,7 @@ def warmed(gates: list[RetentionGate], scores: list[RetentionGate]) -> None:
 def trained(bench: Bench, kind: str, seed: int, clock: Clock) -> tuple[Any, list[RetentionGate], dict[str, Any]]:
     """The model, the gates and the costs of a retrofit; resumes from its checkpoint."""
     task, began = bench.task, {"tokens": 0, "seconds": 0.0}
+    steps = task.steps * (LONGER if kind == "longer" else 1)
     student = copy.deepcopy(bench.model)
     student.set_attn_implementation("sdpa")
     if kind == "tuned":
@@ -311,12 +313,12 @@ def trained(bench: Bench, kind: str, seed: int, clock: Clock) -> tuple[Any, list
     if kind == "warm":
         scores, began = regressed(bench, seed, clock)
         warmed(gates, list(scores["input"]))
-    options: dict[str, Any] = {"weight": WEIGHT, "shrink": max(1, task.steps * 3 // 4)} if kind == "enforced" else {}
+    options: dict[str, Any] = {"weight": WEIGHT, "shrink": max(1, steps * 3 // 4)} if kind in ENFORCED else {}
     if kind == "tuned":
         options = {"trainable": "all", "teacher": bench.model.eval(), "autocast": torch.bfloat16}
     bench.folder.mkdir(parents=True, exist_ok=True)
-    history = retrofit.train(student, bench.pieces(seed, task.steps), steps=task.steps, ratio=task.ratio,
-                             rate=task.rate, checkpoint=bench.folder / f"{kind}-{seed}.pt", every=100, resume=True,
+    history = retrofit.train(student, bench.pieces(seed, steps), steps=steps, ratio=task.ratio, rate=task.rate,
+                             checkpoint=bench.folder / f"{kind}-{seed}.pt", every=100, resume=True,
                              callback=lambda _: clock.check(), progress=False, **options)
     training = {"tokens": began["tokens"] + sum(log["tokens"] for log in history),
                 "seconds": round(began["seconds"] + sum(log["seconds"] for log in history), 2),
@@ -401,7 +403,8 @@ def runs_of(part: str, bench: Bench) -> Iterator[tuple[str, list[dict[str, Any]]
     else:
         for seed in SEEDS:
             kinds_of = ("input", "value") if part == "scores" else (part,)
-            how_trained = {"trained": task.TRAINED, **({"weight": WEIGHT} if part == "enforced" else {})}
+            how_trained = {"trained": task.TRAINED, **({"weight": WEIGHT} if part in ENFORCED else {}),
+                           **({"steps": LONGER * task.steps} if part == "longer" else {})}
             own_rows = [bench.settings(kind, rows, seed, **how_trained, **how) for kind in kinds_of
                         for how in ({}, {"shared": True})[:1 if part == "aged" else 2] for rows in task.ROWS]
             yield (f"{part}, seed {seed}", own_rows, lambda clock, seed=seed, own=own_rows:

@@ -7,9 +7,9 @@ tokens. All requests are submitted at once. Only its length ends a text, so all 
 Model: the shapes of Llama 3.2 1B (16 layers of width 2048, 32/8 heads of 64, vocabulary 128256), random weights,
 bfloat16. cupy_dma: the converted model, ``--window`` keys by scores of values, A drawn with a deviation of 0.3, in
 ``ContinuousBatching`` with ``--slots`` and ``--chunk``, CUDA graphs. full: the unconverted model in the same scheduler
-and graphs, with torch's FlashAttention over a page of all keys per slot (benchmarks/harness/static_slots.py). The
-other peers run the unconverted model in transformers' ``generate_batch`` (paged), each with the attention of its name,
-the same number of requests at a time, and otherwise default options.
+and graphs, with torch's FlashAttention over all keys of each slot (benchmarks/harness/static_slots.py). The other peers
+run the unconverted model in transformers' ``generate_batch`` (paged), each with the attention of its name, the same
+number of requests at a time, and otherwise default options.
 
 A peer stops after ``--seconds``, and its tokens up to then count. The clock starts when the requests are submitted,
 after each peer's own warm-up. Tokens per second: generated tokens over the time to the last one. Time per token:
@@ -21,6 +21,7 @@ the same tokens when they run alone on the same slots, bit for bit; on a CPU, in
 ``model.generate``.
 """
 import argparse
+import inspect
 import threading
 import time
 from collections.abc import Iterator
@@ -176,7 +177,9 @@ def theirs(args: argparse.Namespace, peer: str, work: list[Text]) -> dict[str, A
     """transformers' own scheduler."""
     import transformers
 
-    config = transformers.ContinuousBatchingConfig(max_requests_per_batch=args.slots, auto_switch_to_flash=False,
+    options = {"auto_switch_to_flash": False} if "auto_switch_to_flash" in inspect.signature(
+        transformers.ContinuousBatchingConfig).parameters else {}  # older ones never switch
+    config = transformers.ContinuousBatchingConfig(max_requests_per_batch=args.slots, **options,
                                                    **({} if measure.on_gpu() else {"num_blocks": 64}))
     generation = transformers.GenerationConfig(do_sample=False, max_new_tokens=MOST_GENERATED, eos_token_id=-1)
     outputs: dict[str, Any] = {}

@@ -1,6 +1,5 @@
 """Models of transformers on a GPU: against eager attention, generation, and a step as a CUDA graph."""
 import gc
-import inspect
 from types import SimpleNamespace
 
 import pytest
@@ -220,9 +219,6 @@ def test_a_prefill_without_memory():
 @pytest.mark.parametrize("peer", ["cupy_dma", "full"])
 def test_the_benchmark_of_serving(peer):
     """Its own checks pass: the same tokens alone, constant memory."""
-    varlen = pytest.importorskip("torch.nn.attention.varlen")
-    if peer == "full" and "block_table" not in inspect.signature(varlen.varlen_attn).parameters:
-        pytest.skip("this torch has no FlashAttention on pages")
     from benchmarks.routines import serve
 
     dmt.register()
