@@ -11,12 +11,22 @@
 // slots_of // (n): which of the cache's sequences each of the call's is, -1: none; or null: all, in order
 // key, value, score, position, in_top, lengths, lowest, lowest_score, free: the state, as in decode/cache_state.cuh
 //
-// Prelude: UNIT (uint4, unsigned or unsigned short), in which rows are copied.
+// With STORAGE rows of the state and new ones are codes with a scale each (decode/quantized_rows.cuh); those of the history
+// are numbers.
+//
+// Prelude: UNIT (uint4, unsigned, unsigned short or unsigned char), in which rows are copied; STORAGE, and with it
+// ELEMENT.
 #include "common/block_select.cuh"
 #include "common/rank.cuh"
 #include "decode/candidate.cuh"
 
 using Unit = UNIT;
+#if STORAGE
+#include "decode/quantized_rows.cuh"
+using HistoryUnit = ELEMENT;
+#else
+using HistoryUnit = Unit;
+#endif
 
 struct ChunkParams {
     const Unit* new_key;          // (n, L, Hkv, key_units)
@@ -35,8 +45,8 @@ struct ChunkParams {
     int* lowest;
     float* lowest_score;
     int* free;
-    Unit* history_key;            // (n, T, Hkv, key_units), or null: no queries
-    Unit* history_value;          // (n, T, Hkv, value_units)
+    HistoryUnit* history_key;     // (n, T, Hkv, D), or null: no queries
+    HistoryUnit* history_value;   // (n, T, Hkv, Dv)
     long long* history_position;  // (n, Hkv, T), -1 where empty
     float* raw_score;             // (n, Hkv, T), -inf where empty; or null
     float* ranked_score;          // likewise, and -inf below the threshold
@@ -45,6 +55,10 @@ struct ChunkParams {
     const int* top;               // (n, Hkv, T)
     int* start;                   // (T)
     int* stop;                    // (n, Hkv, T)
+    const float* new_key_scale;   // (n, L, Hkv), with STORAGE
+    const float* new_value_scale;
+    float* key_scale;             // (B, Hkv, R)
+    float* value_scale;
     long long key_batch, key_row, key_head;  // strides, in units
     long long value_batch, value_row, value_head;
     long long score_batch, score_head, score_token;  // in elements
@@ -84,6 +98,15 @@ struct Head {
     __device__ __forceinline__ float new_score(int token) const {
         return p.new_score[batch * p.score_batch + group * p.score_head + token * p.score_token];
     }
+    __device__ __forceinline__ const Unit* new_key(int token) const {
+        return p.new_key + batch * p.key_batch + token * p.key_row + group * p.key_head;
+    }
+    __device__ __forceinline__ const Unit* new_value(int token) const {
+        return p.new_value + batch * p.value_batch + token * p.value_row + group * p.value_head;
+    }
+    __device__ __forceinline__ long long new_row(int token) const {
+        return ((long long)batch * p.length + token) * p.kv_heads + group;
+    }
     __device__ __forceinline__ int tokens() const {  // real ones
         if (sequence < 0) return 0;
         return p.counts == nullptr ? p.length : max(0, min(p.length, p.counts[batch * p.count_words]));
@@ -99,14 +122,32 @@ struct Head {
     }
 };
 
-// Copies rows of `units` to `to(row)` from `from(row)`; either is null: zeros, or nowhere.
+// Copies rows of `units` from `from(row)` to `to(row)`, unless that is null.
 template <typename To, typename From>
-__device__ __forceinline__ void copy_rows(int rows, int units, int threads, const To& to, const From& from) {
-    for (int i = threadIdx.x; i < rows * units; i += threads) {
+__device__ __forceinline__ void copy_rows(int rows, int units, const To& to, const From& from) {
+    for (int i = threadIdx.x; i < rows * units; i += STORE_THREADS) {
         const int row = i / units;
         Unit* target = to(row);
+        if (target != nullptr) target[i % units] = from(row)[i % units];
+    }
+}
+
+// The same to rows `to(row)` of a history, which become zeros where `from(row)` is null. `scale(row)`: of its codes.
+template <typename To, typename From, typename Scale>
+__device__ __forceinline__ void gather_rows(HistoryUnit* history, int rows, int units, const To& to, const From& from,
+                                            const Scale& scale) {
+    const int own = STORAGE ? units * static_cast<int>(sizeof(Unit)) : units;
+    for (int i = threadIdx.x; i < rows * own; i += GATHER_THREADS) {
+        const int row = i / own, at = i % own;
         const Unit* source = from(row);
-        if (target != nullptr) target[i % units] = source == nullptr ? Unit{} : source[i % units];
+        HistoryUnit& target = history[to(row) * own + at];
+#if STORAGE
+        float x[4] = {};
+        if (source != nullptr) numbers_of(x, reinterpret_cast<const unsigned char*>(source)[at]);
+        from_float(target, source == nullptr ? 0.0f : x[0] * scale(row));
+#else
+        target = source == nullptr ? Unit{} : source[at];
+#endif
     }
 }
 
@@ -153,25 +194,25 @@ extern "C" __global__ void __launch_bounds__(GATHER_THREADS) gather_history(cons
     }
     if (p.history_key == nullptr) return;
 
-    const auto row_of_history = [&](int row) {
+    const auto to = [&](int row) {
         const int place = is_old ? max(places[row], -1 - places[row]) : p.slots + first + row;
         return ((long long)head.batch * head.keys() + place) * p.kv_heads + head.group;
     };
     const auto is_empty = [&](int row) { return is_old && places[row] < 0; };
-    copy_rows(rows, p.key_units, GATHER_THREADS, [&](int row) { return p.history_key + row_of_history(row) * p.key_units; },
-              [&](int row) -> const Unit* {
-                  if (is_empty(row)) return nullptr;
-                  return is_old ? p.key + head.row(first + row) * p.key_units
-                                : p.new_key + head.batch * p.key_batch + (first + row) * p.key_row + head.group * p.key_head;
-              });
-    copy_rows(rows, p.value_units, GATHER_THREADS,
-              [&](int row) { return p.history_value + row_of_history(row) * p.value_units; },
-              [&](int row) -> const Unit* {
-                  if (is_empty(row)) return nullptr;
-                  return is_old ? p.value + head.row(first + row) * p.value_units
-                                : p.new_value + head.batch * p.value_batch + (first + row) * p.value_row +
-                                      head.group * p.value_head;
-              });
+    const auto key = [&](int row) {
+        if (is_empty(row)) return static_cast<const Unit*>(nullptr);
+        return is_old ? p.key + head.row(first + row) * p.key_units : head.new_key(first + row);
+    };
+    const auto value = [&](int row) {
+        if (is_empty(row)) return static_cast<const Unit*>(nullptr);
+        return is_old ? p.value + head.row(first + row) * p.value_units : head.new_value(first + row);
+    };
+    gather_rows(p.history_key, rows, p.key_units, to, key, [&](int row) {
+        return is_old ? p.key_scale[head.row(first + row)] : p.new_key_scale[head.new_row(first + row)];
+    });
+    gather_rows(p.history_value, rows, p.value_units, to, value, [&](int row) {
+        return is_old ? p.value_scale[head.row(first + row)] : p.new_value_scale[head.new_row(first + row)];
+    });
 }
 
 // What the call's tokens do to the keys of a (sequence, kv head).
@@ -222,7 +263,7 @@ extern "C" __global__ void __launch_bounds__(STOP_THREADS) visible_stops(const C
 }
 
 // The blocks of a (sequence, kv head) copy the rows of a part of the tokens each. The first one changes all else.
-extern "C" __global__ void __launch_bounds__(STORE_THREADS, 2) store_tokens(const ChunkParams p) {
+extern "C" __global__ void __launch_bounds__(STORE_THREADS, 1) store_tokens(const ChunkParams p) {
     wait_for_earlier_kernels();
     __shared__ unsigned unused[MAX_SLOTS / 32];  // a bit per slot: not needed after the last token
     __shared__ int unused_before[MAX_SLOTS / 32];
@@ -301,19 +342,19 @@ extern "C" __global__ void __launch_bounds__(STORE_THREADS, 2) store_tokens(cons
             p.score[head.row(slot)] = head.new_score(token);
             p.position[head.row(slot)] = position;
             p.in_top[head.row(slot)] = top;
+#if STORAGE
+            p.key_scale[head.row(slot)] = p.new_key_scale[head.new_row(token)];
+            p.value_scale[head.row(slot)] = p.new_value_scale[head.new_row(token)];
+#endif
         }
         __syncthreads();  // all targets are there; the next sum's barriers protect them
         const int tokens = min(STORE_THREADS, keys.tokens - begin);
-        copy_rows(tokens, p.key_units, STORE_THREADS, [&](int row) {
+        copy_rows(tokens, p.key_units, [&](int row) {
             return targets[row] == NO_SLOT ? nullptr : p.key + head.row(targets[row]) * p.key_units;
-        }, [&](int row) {
-            return p.new_key + head.batch * p.key_batch + (begin + row) * p.key_row + head.group * p.key_head;
-        });
-        copy_rows(tokens, p.value_units, STORE_THREADS, [&](int row) {
+        }, [&](int row) { return head.new_key(begin + row); });
+        copy_rows(tokens, p.value_units, [&](int row) {
             return targets[row] == NO_SLOT ? nullptr : p.value + head.row(targets[row]) * p.value_units;
-        }, [&](int row) {
-            return p.new_value + head.batch * p.value_batch + (begin + row) * p.value_row + head.group * p.value_head;
-        });
+        }, [&](int row) { return head.new_value(begin + row); });
     }
     if (!is_first) return;
 

@@ -12,6 +12,8 @@ from typing import Any
 
 from cupy_dma.backends.cuda.attention.forward import attention
 from cupy_dma.backends.cuda.attention.problem import rows_aligned
+from cupy_dma.backends.cuda.decode import codes
+from cupy_dma.backends.cuda.decode.codes import STORAGE
 from cupy_dma.backends.cuda.runtime import jit
 from cupy_dma.backends.cuda.runtime.builder import Array, Builder, argument_type
 from cupy_dma.backends.cuda.runtime.configs import ELEMENT_BYTES, ELEMENTS, blocks
@@ -23,9 +25,9 @@ from cupy_dma.masks.windows import clipped, widest
 
 ROWS, MAX_SLOTS = 64, 2**17  # of the kernels
 GATHER_THREADS, STOP_THREADS, STORE_THREADS = 256, 256, 512
-UNITS = {2: "unsigned short", 4: "unsigned", 16: "uint4"}  # in which rows are copied, by size in bytes
+UNITS = {16: "uint4", 4: "unsigned", 2: "unsigned short", 1: "unsigned char"}  # in which rows are copied, by bytes
 
-argument_type(CacheState, without=("tickets", "key_scale", "value_scale", "computed", "workspace"))
+argument_type(CacheState, without=("tickets", "workspace"))
 argument_type(ExtendCall, without=("cu_seqlens", "return_lse", "out", "lse", "stored"))
 argument_type(Segments, without=("sizes",))
 
@@ -34,12 +36,14 @@ argument_type(Segments, without=("sizes",))
 class ChunkConfig(jit.Config):
     source = "decode/chunk.cu"
     unit: str
+    storage: int  # STORAGE
+    element: str = "void"  # of queries, with storage
 
 
 def serves(state: CacheState, call: ExtendCall) -> bool:
     """Whether ``extend`` supports the call."""
     attends = call.query is not None
-    return (call.cu_seqlens is None and state.storage is None and state.dtype in ELEMENTS and call.length > 0
+    return (call.cu_seqlens is None and state.dtype in ELEMENTS and call.length > 0
             and call.batch > 0 and state.rows <= MAX_SLOTS and (attends or call.commits)
             and not (isinstance(state.window, tuple) and len(state.window) > MAX_HEADS)
             and not (attends and (state.head_dim != state.value_dim or call.bias_delay > 0 and call.is_biased)))
@@ -49,11 +53,6 @@ def extend(build: Builder, state: CacheState, call: ExtendCall) -> tuple[Array, 
     """Changes the state, if the call commits. ``out (n, L, H, D)`` and ``lse (n, H, L)``, if there are queries."""
     n, length, kv_heads, _ = call.key.shape
     rows, pairs, keys = state.rows, n * kv_heads, state.rows + length
-    size = ELEMENT_BYTES[ELEMENTS[state.dtype]]
-    aligned = rows_aligned(call.key, call.value) and all(
-        x.shape[-1] * size % 16 == 0 and x.pointer % 16 == 0 for x in (state.key, state.value))
-    unit = 16 if aligned else size
-    per_unit = unit // size
     position, place = build.empty((n, kv_heads, keys), "int64"), build.empty((n, kv_heads, rows), "int32")
     ranked = build.empty((n, kv_heads, keys), "float32")
     raw = build.empty(ranked.shape, "float32") if call.is_biased and state.threshold > -inf else ranked
@@ -63,13 +62,18 @@ def extend(build: Builder, state: CacheState, call: ExtendCall) -> tuple[Array, 
         **{names.get(name, name): getattr(state, name).pointer for name in state.arrays},
         "history_position": position.ref, "ranked_score": ranked.ref, "raw_score": 0 if raw is ranked else raw.ref,
         "place": place.ref, "before": build.empty((n,), "int64").ref,
-        "key_units": state.head_dim // per_unit, "value_units": state.value_dim // per_unit,
         "sequences": n, "kv_heads": kv_heads, "slots": rows, "length": length, "window": widest(state.window),
         "sinks": state.sinks, "recent": state.recent, "threshold": state.threshold}
     for name, operand in (("key", call.key), ("value", call.value)):
-        for axis, stride in zip(("batch", "row", "head"), operand.strides):
-            fields[f"{name}_{axis}"] = stride // per_unit
+        fields |= dict(zip((f"{name}_batch", f"{name}_row", f"{name}_head"), operand.strides))
     fields |= dict(zip(("score_batch", "score_head", "score_token"), call.scores.strides))
+    storage = STORAGE[state.storage]
+    if storage:
+        fields |= codes.launch(build, state, call)
+    unit, size = _unit(state, call)
+    for name in ("key_batch", "key_row", "key_head", "value_batch", "value_row", "value_head"):
+        fields[name] = fields[name] * size // unit
+    fields |= {"key_units": state.head_dim * size // unit, "value_units": state.value_dim * size // unit}
     if call.lengths is not None:
         fields |= {"counts": call.lengths.pointer, "count_words": 2 if call.lengths.dtype == "int64" else 1}
     if call.slots is not None:
@@ -78,12 +82,13 @@ def extend(build: Builder, state: CacheState, call: ExtendCall) -> tuple[Array, 
         fields |= {"segment_start": state.segments.start.pointer, "segment_slots": state.segments.count.pointer}
     history = []
     if call.query is not None:
-        history = [build.empty((n, keys, kv_heads, x.shape[-1]), state.dtype) for x in (call.key, call.value)]
+        history = [build.empty((n, keys, kv_heads, state.head_dim), state.dtype) for _ in range(2)]
         fields |= {"history_key": history[0].ref, "history_value": history[1].ref}
 
     def launch(entry: str, grid: int, threads: int) -> None:
         params = jit.params(ChunkConfig.source, "ChunkParams").pack_some(fields)
-        build.launch(build.load(ChunkConfig(UNITS[unit]), entry), pairs * grid, threads, params)
+        config = ChunkConfig(UNITS[unit], storage, *([ELEMENTS[state.dtype]] if storage else []))
+        build.launch(build.load(config, entry), pairs * grid, threads, params)
 
     launch("gather_history", blocks(rows, ROWS) + blocks(length, ROWS), GATHER_THREADS)
     top = prefix_stop(build, build.describe(ranked, "scores"), clipped(state.window, keys), None, None)
@@ -103,3 +108,13 @@ def extend(build: Builder, state: CacheState, call: ExtendCall) -> tuple[Array, 
         fields["splits"] = max(1, min(blocks(length, STORE_THREADS), build.num_sms // pairs))
         launch("store_tokens", fields["splits"], STORE_THREADS)
     return results
+
+
+def _unit(state: CacheState, call: ExtendCall) -> tuple[int, int]:
+    """In how many bytes rows are copied, and how many a number of a row has."""
+    if state.storage:
+        widths = (state.head_dim, state.value_dim)
+        return next(unit for unit in (16, 4, 1) if not any(width % unit for width in widths)), 1
+    size = ELEMENT_BYTES[ELEMENTS[state.dtype]]
+    aligned = rows_aligned(call.key, call.value) and not any(x.pointer % 16 for x in (state.key, state.value))
+    return 16 if aligned else size, size
