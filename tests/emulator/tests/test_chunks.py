@@ -76,7 +76,8 @@ def test_long_chunks(window):
     case = History(dtype="float16", head_dim=8, window=window, recent=20, length=4700, batch=1, heads=2, kv_heads=1)
     ours, theirs = filled(case, 2000), filled(case, 2000)
     for begin, end in ((2000, 3100), (3100, 4700)):
-        calls = [chunk_call(case, cache, case.tokens(begin, end), (None, None), query=False) for cache in (ours, theirs)]
+        tokens = case.tokens(begin, end)
+        calls = [chunk_call(case, cache, tokens, (None, None), query=False) for cache in (ours, theirs)]
         ours._module.cache_extend(ours._state, calls[0])
         extend_chunk(BACKEND.prefix_stop, BACKEND.attention, theirs._state, calls[1])
         for (name, x), y in zip(stored(ours).items(), stored(theirs).values()):
