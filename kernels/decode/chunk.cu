@@ -9,6 +9,8 @@
 //   store_tokens    the state after the last token. Tokens that are still needed take slots that are not, both in order
 //
 // slots_of // (n): which of the cache's sequences each of the call's is, -1: none; or null: all, in order
+// bounds   // (n + 1): cumulative lengths of packed new tokens, or null. With them L is the number of all new tokens,
+//             arrays of the call have n = 1, and the histories of all sequences follow each other, T = n * R + L
 // key, value, score, position, in_top, lengths, lowest, lowest_score, free: the state, as in decode/cache_state.cuh
 //
 // With STORAGE rows of the state and new ones are codes with a scale each (decode/quantized_rows.cuh); those of the history
@@ -34,6 +36,7 @@ struct ChunkParams {
     const float* new_score;       // (n, Hkv, L)
     const int* counts;            // (n): how many of its tokens are real, or null: all
     const int* slots_of;
+    const int* bounds;
     const long long* segment_start;  // (B, Hkv): first row of each kv head, and how many; or null: R each
     const int* segment_slots;
     Unit* key;
@@ -52,6 +55,8 @@ struct ChunkParams {
     float* ranked_score;          // likewise, and -inf below the threshold
     int* place;                   // (n, Hkv, R): of each slot in the history
     long long* before;            // (n): length ahead of the call
+    int* first;                   // (n + 1): where each history begins, with bounds
+    int* document;                // (T): where its own history begins, with bounds
     const int* top;               // (n, Hkv, T)
     int* start;                   // (T)
     int* stop;                    // (n, Hkv, T)
@@ -63,7 +68,7 @@ struct ChunkParams {
     long long value_batch, value_row, value_head;
     long long score_batch, score_head, score_token;  // in elements
     int key_units, value_units;   // of a row
-    int count_words;              // 32-bit words of a number of counts
+    int count_words, bound_words;  // 32-bit words of a number of counts and of bounds
     int sequences, kv_heads, slots, length;  // n, Hkv, R, L
     int window, sinks, recent, splits;  // blocks of store_tokens per (sequence, kv head)
     float threshold;
@@ -80,14 +85,18 @@ struct Head {
     const ChunkParams& p;
     int batch, group, sequence;  // sequence: the cache's, -1: none
     int slots;                   // that it has
+    int begin, length;           // its first new token among those that are packed, and how many it has; those behind
+                                 // the last sequence count as its own
 
     __device__ __forceinline__ Head(const ChunkParams& p, int pair)
         : p(p), batch(pair / p.kv_heads), group(pair % p.kv_heads),
           sequence(p.slots_of == nullptr ? batch : p.slots_of[batch]),
-          slots(p.segment_slots == nullptr ? p.slots : sequence < 0 ? 0 : p.segment_slots[pair_of_cache()]) {}
+          slots(p.segment_slots == nullptr ? p.slots : sequence < 0 ? 0 : p.segment_slots[pair_of_cache()]),
+          begin(p.bounds == nullptr ? 0 : bound(batch)),
+          length((p.bounds == nullptr || batch == p.sequences - 1 ? p.length : bound(batch + 1)) - begin) {}
 
+    __device__ __forceinline__ int bound(int number) const { return p.bounds[number * p.bound_words]; }
     __device__ __forceinline__ long long pair_of_cache() const { return (long long)sequence * p.kv_heads + group; }
-    __device__ __forceinline__ long long pair_of_call() const { return (long long)batch * p.kv_heads + group; }
 
     __device__ __forceinline__ long long row(int slot) const {
         return (p.segment_start == nullptr ? pair_of_cache() * p.slots : p.segment_start[pair_of_cache()]) + slot;
@@ -95,30 +104,52 @@ struct Head {
     __device__ __forceinline__ long long position(int slot) const {
         return sequence < 0 || slot >= slots ? -1 : p.position[row(slot)];
     }
-    __device__ __forceinline__ float new_score(int token) const {
-        return p.new_score[batch * p.score_batch + group * p.score_head + token * p.score_token];
-    }
-    __device__ __forceinline__ const Unit* new_key(int token) const {
-        return p.new_key + batch * p.key_batch + token * p.key_row + group * p.key_head;
-    }
-    __device__ __forceinline__ const Unit* new_value(int token) const {
-        return p.new_value + batch * p.value_batch + token * p.value_row + group * p.value_head;
-    }
-    __device__ __forceinline__ long long new_row(int token) const {
-        return ((long long)batch * p.length + token) * p.kv_heads + group;
-    }
+
+    // ---- new tokens ----
     __device__ __forceinline__ int tokens() const {  // real ones
         if (sequence < 0) return 0;
-        return p.counts == nullptr ? p.length : max(0, min(p.length, p.counts[batch * p.count_words]));
+        const int own = p.bounds == nullptr ? length : bound(batch + 1) - begin;
+        return p.counts == nullptr ? own : max(0, min(own, p.counts[batch * p.count_words]));
     }
-    __device__ __forceinline__ int keys() const { return p.slots + p.length; }
-    __device__ __forceinline__ long long key_of_history(int place) const { return pair_of_call() * keys() + place; }
+    // Of a token: offset in an array with such strides.
+    __device__ __forceinline__ long long offset(long long of_batch, long long of_token, long long of_head,
+                                                int token) const {
+        return (p.bounds == nullptr ? batch * of_batch : begin * of_token) + token * of_token + group * of_head;
+    }
+    __device__ __forceinline__ float new_score(int token) const {
+        return p.new_score[offset(p.score_batch, p.score_token, p.score_head, token)];
+    }
+    __device__ __forceinline__ const Unit* new_key(int token) const {
+        return p.new_key + offset(p.key_batch, p.key_row, p.key_head, token);
+    }
+    __device__ __forceinline__ const Unit* new_value(int token) const {
+        return p.new_value + offset(p.value_batch, p.value_row, p.value_head, token);
+    }
+    __device__ __forceinline__ long long new_row(int token) const {
+        return offset((long long)p.length * p.kv_heads, p.kv_heads, 1, token);
+    }
+
+    // ---- the history ----
+    __device__ __forceinline__ int keys() const { return p.slots + length; }
+    __device__ __forceinline__ int first() const { return p.bounds == nullptr ? 0 : batch * p.slots + begin; }
+    __device__ __forceinline__ long long key_of_history(int place) const {
+        if (p.bounds == nullptr) return ((long long)batch * p.kv_heads + group) * keys() + place;
+        return (long long)group * (p.sequences * p.slots + p.length) + first() + place;
+    }
+    __device__ __forceinline__ long long row_of_history(int place) const {
+        return ((p.bounds == nullptr ? (long long)batch * keys() : first()) + place) * p.kv_heads + group;
+    }
+    // Of a slot.
+    __device__ __forceinline__ int& place(int slot) const {
+        return p.place[((long long)batch * p.kv_heads + group) * p.slots + slot];
+    }
 
     __device__ __forceinline__ void write_key(int place, long long position, float score) const {
         const long long at = key_of_history(place);
         p.history_position[at] = position;
         if (p.raw_score != nullptr) p.raw_score[at] = score;
         p.ranked_score[at] = score < p.threshold ? -infinity() : score;
+        if (p.bounds != nullptr && group == 0) p.document[first() + place] = first();
     }
 };
 
@@ -153,7 +184,7 @@ __device__ __forceinline__ void gather_rows(HistoryUnit* history, int rows, int 
 
 // A block takes ROWS slots or ROWS new tokens of a (sequence, kv head). SHARES threads find the place of a slot: they
 // count the slots with lower positions.
-extern "C" __global__ void __launch_bounds__(GATHER_THREADS) gather_history(const ChunkParams p) {
+extern "C" __global__ void __launch_bounds__(GATHER_THREADS, 2) gather_history(const ChunkParams p) {
     wait_for_earlier_kernels();
     __shared__ long long positions[TILE];
     __shared__ int places[ROWS];
@@ -162,9 +193,16 @@ extern "C" __global__ void __launch_bounds__(GATHER_THREADS) gather_history(cons
     const int block = blockIdx.x % blocks;
     const bool is_old = block < old_blocks;
     const int first = (is_old ? block : block - old_blocks) * ROWS;
-    const int rows = min(ROWS, (is_old ? p.slots : p.length) - first);
+    const int rows = min(ROWS, (is_old ? p.slots : head.length) - first);
+    if (rows <= 0) return;  // fewer tokens than other sequences
     const long long before = head.sequence < 0 ? 0 : p.lengths[head.sequence];
-    if (block == 0 && head.group == 0 && threadIdx.x == 0) p.before[head.batch] = before;
+    if (block == 0 && head.group == 0 && threadIdx.x == 0) {
+        p.before[head.batch] = before;
+        if (p.bounds != nullptr) {
+            p.first[head.batch] = head.first();
+            if (head.batch == p.sequences - 1) p.first[p.sequences] = p.sequences * p.slots + head.bound(p.sequences);
+        }
+    }
 
     if (is_old) {
         const int own = threadIdx.x / SHARES, slot = first + own;
@@ -183,7 +221,7 @@ extern "C" __global__ void __launch_bounds__(GATHER_THREADS) gather_history(cons
         if (threadIdx.x % SHARES == 0) {
             places[own] = position < 0 ? -1 - lower : lower;
             if (own < rows) {
-                p.place[head.pair_of_call() * p.slots + slot] = lower;
+                head.place(slot) = lower;
                 head.write_key(lower, position, position < 0 ? -infinity() : p.score[head.row(slot)]);
             }
         }
@@ -195,8 +233,7 @@ extern "C" __global__ void __launch_bounds__(GATHER_THREADS) gather_history(cons
     if (p.history_key == nullptr) return;
 
     const auto to = [&](int row) {
-        const int place = is_old ? max(places[row], -1 - places[row]) : p.slots + first + row;
-        return ((long long)head.batch * head.keys() + place) * p.kv_heads + head.group;
+        return head.row_of_history(is_old ? max(places[row], -1 - places[row]) : p.slots + first + row);
     };
     const auto is_empty = [&](int row) { return is_old && places[row] < 0; };
     const auto key = [&](int row) {
@@ -228,10 +265,12 @@ struct Keys {
     __device__ __forceinline__ long long position(int place) const {
         return p.history_position[head.key_of_history(place)];
     }
-    // Until when it is in the top.
+    // Until when it is in the top, counted in places.
     __device__ __forceinline__ int top(int place) const {
         const long long at = head.key_of_history(place);
-        return p.threshold > -infinity() && p.ranked_score[at] == -infinity() ? 0 : p.top[at];
+        if (p.threshold > -infinity() && p.ranked_score[at] == -infinity()) return 0;
+        const int stop = p.top[at];
+        return stop == NEVER ? NEVER : stop - head.first();
     }
     // Whether it is there, and is in the top after the last token.
     __device__ __forceinline__ bool stays(int place, long long position) const {
@@ -247,8 +286,8 @@ extern "C" __global__ void __launch_bounds__(STOP_THREADS) visible_stops(const C
     wait_for_earlier_kernels();
     const int keys = p.slots + p.length, blocks = (keys + STOP_THREADS - 1) / STOP_THREADS;
     const int place = blockIdx.x % blocks * STOP_THREADS + threadIdx.x;
-    if (place >= keys) return;
     const Head head(p, blockIdx.x / blocks);
+    if (place >= head.keys()) return;
     const Keys all(head);
     const long long position = all.position(place);
     int stop = all.top(place);
@@ -257,9 +296,10 @@ extern "C" __global__ void __launch_bounds__(STOP_THREADS) visible_stops(const C
         if (until > stop) stop = until < NEVER ? static_cast<int>(until) : NEVER;
     }
     if (position < p.sinks) stop = NEVER;
-    if (p.counts != nullptr || p.slots_of != nullptr) stop = min(stop, all.end);  // what is no token sees nothing
-    p.stop[head.key_of_history(place)] = position < 0 ? 0 : stop;
-    if (blockIdx.x < blocks) p.start[place] = place;
+    if (p.counts != nullptr || p.slots_of != nullptr || p.bounds != nullptr)
+        stop = min(stop, all.end);  // what is no token sees nothing
+    p.stop[head.key_of_history(place)] = position < 0 ? 0 : stop == NEVER ? NEVER : head.first() + stop;
+    if (head.group == 0 && (head.batch == 0 || p.bounds != nullptr)) p.start[head.first() + place] = head.first() + place;
 }
 
 // The blocks of a (sequence, kv head) copy the rows of a part of the tokens each. The first one changes all else.
@@ -288,7 +328,7 @@ extern "C" __global__ void __launch_bounds__(STORE_THREADS, 1) store_tokens(cons
         const int slot = 32 * word + lane;
         bool needed = true;
         if (slot < head.slots) {
-            const int place = p.place[head.pair_of_call() * p.slots + slot];
+            const int place = head.place(slot);
             const long long position = keys.position(place);
             const bool top = keys.stays(place, position);
             needed = keys.is_needed(position, top, last);
@@ -322,7 +362,7 @@ extern "C" __global__ void __launch_bounds__(STORE_THREADS, 1) store_tokens(cons
         return 32 * low + __ffs(bits) - 1;
     };
 
-    const int share = ((p.length + p.splits - 1) / p.splits + STORE_THREADS - 1) / STORE_THREADS * STORE_THREADS;
+    const int share = ((head.length + p.splits - 1) / p.splits + STORE_THREADS - 1) / STORE_THREADS * STORE_THREADS;
     const int end = is_first ? keys.tokens : min(keys.tokens, (split + 1) * share);
     int taken = 0;
     for (int begin = 0; begin < end; begin += STORE_THREADS) {

@@ -42,7 +42,7 @@ from tests.oracle import (
     selection_cases,
     varlen_cases,
 )
-from tests.oracle.cache_cases import History
+from tests.oracle.cache_cases import History, packed
 
 LENGTHS = ("lengths-1x70", "lengths-33x129", "lengths-129x33")
 NAMES = ("float32-", "float16-D64", "bfloat16-D128", "bfloat16-D40", "float16-D3", "bfloat16-D256", "mask-",
@@ -260,7 +260,7 @@ def _steps() -> int:
 
 
 def chunks() -> int:
-    """Append tokens to caches in chunks, whose rows are copied in units of every size; also to some of the slots."""
+    """Append tokens to caches in chunks, padded, by slots and packed. Rows are copied in units of every size."""
     histories = [History(dtype="bfloat16", head_dim=64, window=90, recent=3, length=700, batch=1),
                  History(dtype="float16", head_dim=16, window=(9, 4), sinks=2, recent=3, length=70),
                  History(dtype="float32", head_dim=5, window=9, heads=6, kv_heads=3, length=70, scores="nan"),
@@ -271,12 +271,17 @@ def chunks() -> int:
         pieces = [20, 9, history.length - 29]
         history.check(*history.run(cache, pieces, cupy.asarray), tf32=True)
         history.check_kept(cache)
-        other, slots = history.cache(cupy.asarray), cupy.arange(history.batch)[::-1]
+        other, joined = history.cache(cupy.asarray), history.cache(cupy.asarray)
         for begin, end in itertools.pairwise([0, *itertools.accumulate(pieces)]):
-            _, *rows = [cupy.ascontiguousarray(x[::-1]) for x in history.tokens(begin, end, cupy.asarray)]
-            other.update(*rows, slots=slots)
+            tokens = history.tokens(begin, end)
+            other.update(*[cupy.asarray(np.ascontiguousarray(x[::-1])) for x in tokens[1:]],
+                         slots=cupy.arange(history.batch)[::-1])
+            rows, bounds = packed(tokens, [end - begin] * history.batch, behind=3)
+            joined.extend(*[cupy.asarray(x) for x in rows], cu_seqlens=cupy.asarray(bounds),
+                          tail_padding=True)
         history.check_kept(other)
-    return 2 * len(histories)
+        history.check_kept(joined)
+    return 3 * len(histories)
 
 
 def _several(history: History, cache: dma.DynamicCache, results: list[np.ndarray]) -> None:

@@ -12,7 +12,7 @@ from cupy_dma.cache.arguments import extend_call
 from cupy_dma.cache.chunked_prefill import extend_chunk
 from tests.emulator import BACKEND
 from tests.emulator.tests.test_several_tokens import filled, replace_batch
-from tests.oracle.cache_cases import History
+from tests.oracle.cache_cases import History, packed
 from tests.unit.test_gated_cache import Gates
 
 # Rows in units of 2, 4 and 16 bytes; heads with windows and rows of their own; thresholds; NaN and equal scores.
@@ -38,29 +38,35 @@ def stored(cache) -> dict[str, np.ndarray]:
     return found
 
 
-def chunk_call(case, cache, tokens, how, query=True, commits=True):
+def chunk_call(case, cache, tokens, lengths=None, slots=None, bounds=None, query=True, commits=True):
     query_rows, *rows = tokens
-    lengths, slots = how
     biased = not isinstance(case, Gates) or case.add_gates
-    call = extend_call(replace_batch(cache._state, rows[0].shape[0]), query_rows if query else None, *rows, case.scale,
-                       case.softcap, lengths, None, query, None, False, 0)
-    return replace(call, commits=commits, is_biased=biased,
+    batch = rows[0].shape[0] if bounds is None else len(bounds) - 1
+    call = extend_call(replace_batch(cache._state, batch), query_rows if query else None, *rows, case.scale,
+                       case.softcap, None, bounds, query, None, True, 0)
+    return replace(call, commits=commits, is_biased=biased,  # lengths of packed tokens: as in a commit
+                   lengths=None if lengths is None else describe(lengths, "lengths"),
                    slots=None if slots is None else describe(np.int32(slots), "slots"))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("seed", range(2))
-def test_bits_are_those_of_array_code(case, seed):
-    rng = np.random.default_rng(seed)
+@pytest.mark.parametrize("form", ["lengths", "packed"])
+def test_bits_are_those_of_array_code(case, form):
+    rng = np.random.default_rng(2)
     ours, theirs = filled(case, 3), filled(case, 3)
-    for begin, count in ((3, 10), (13, 17), (30, 9), (39, 21)):
+    for count in (10, 17, 9, 21, 9, 9, 12):
+        begin = int(rng.integers(0, case.length - count))
         n = int(rng.integers(1, 4))
         slots = np.where(rng.random(n) < 0.3, -1, rng.permutation(3)[:n]) if rng.random() < 0.7 else None
-        n = 3 if slots is None else n
-        tokens = [x[:n] for x in case.tokens(begin, begin + count)]
-        lengths = rng.integers(0, count + 1, n).astype(rng.choice(["int32", "int64"])) if rng.random() < 0.6 else None
+        n, kind = 3 if slots is None else n, rng.choice(["int32", "int64"])
+        tokens, how = [x[:n] for x in case.tokens(begin, begin + count)], {"slots": slots}
+        if rng.random() < 0.6:
+            how["lengths"] = rng.integers(0, rng.choice([4, count + 1]), n).astype(kind)
+        if form == "packed":
+            tokens, bounds = packed(tokens, rng.integers(0, count + 1, n), int(rng.integers(1, 12)))
+            how["bounds"] = bounds.astype(kind)
         for options in ({"commits": False}, {"query": False} if rng.random() < 0.3 else {}):
-            calls = [chunk_call(case, cache, tokens, (lengths, slots), **options) for cache in (ours, theirs)]
+            calls = [chunk_call(case, cache, tokens, **how, **options) for cache in (ours, theirs)]
             assert chunk.serves(ours._state, calls[0])
             found = ours._module.cache_extend(ours._state, calls[0])
             expected = extend_chunk(BACKEND.prefix_stop, BACKEND.attention, theirs._state, calls[1])
@@ -77,7 +83,7 @@ def test_long_chunks(window):
     ours, theirs = filled(case, 2000), filled(case, 2000)
     for begin, end in ((2000, 3100), (3100, 4700)):
         tokens = case.tokens(begin, end)
-        calls = [chunk_call(case, cache, tokens, (None, None), query=False) for cache in (ours, theirs)]
+        calls = [chunk_call(case, cache, tokens, query=False) for cache in (ours, theirs)]
         ours._module.cache_extend(ours._state, calls[0])
         extend_chunk(BACKEND.prefix_stop, BACKEND.attention, theirs._state, calls[1])
         for (name, x), y in zip(stored(ours).items(), stored(theirs).values()):

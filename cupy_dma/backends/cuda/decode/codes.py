@@ -60,7 +60,7 @@ def codes_of(state: CacheState, call: ExtendCall) -> Codes:
 
 def launch(build: Builder, state: CacheState, call: ExtendCall) -> dict[str, Any]:
     """The same in a program: the parameters of kernels that read the codes."""
-    size = call.batch * call.length * state.kv_heads
+    size = call.key.shape[0] * call.length * state.kv_heads
     arrays = [build.empty((size * width,), "uint8") for width in (state.head_dim, state.value_dim)]
     arrays += [build.empty((size,), "float32") for _ in range(2)]
     params, fields = _fields(state, call, tuple(array.ref for array in arrays))
@@ -75,8 +75,8 @@ def _fields(state: CacheState, call: ExtendCall, pointers: tuple[Any, ...]) -> t
     and of values, and to their scales."""
     fields: dict[str, Any] = dict(zip(("new_key", "new_value", "new_key_scale", "new_value_scale"), pointers))
     params: dict[str, Any] = dict(zip(("key_codes", "value_codes", "key_scale", "value_scale"), pointers))
-    params |= {"key": call.key.pointer, "value": call.value.pointer, "rows": call.batch * call.length * state.kv_heads,
-               "length": call.length, "kv_heads": state.kv_heads}
+    params |= {"key": call.key.pointer, "value": call.value.pointer, "length": call.length, "kv_heads": state.kv_heads,
+               "rows": call.key.shape[0] * call.length * state.kv_heads}
     for which, operand, width in (("key", call.key, state.head_dim), ("value", call.value, state.value_dim)):
         params |= dict(zip((f"{which}_batch", f"{which}_row", f"{which}_head"), operand.strides))
         fields |= {f"{which}_batch": call.length * state.kv_heads * width, f"{which}_row": state.kv_heads * width,
