@@ -17,16 +17,10 @@
 #pragma once
 #include "common/arch.cuh"
 #include "common/rank.cuh"
+#include "decode/candidate.cuh"
 #include "decode/split_kv.cuh"
 
 constexpr int MAX_TOKENS = 8;  // of a plan
-
-// The lowest key of the top among some slots, and the first free slot.
-struct Candidate {
-    long long position;
-    unsigned rank;
-    int slot, free;  // NO_SLOT if there is none
-};
 
 // The slots of a (sequence, kv head), if numbers of slots differ.
 struct alignas(16) Segment {
@@ -82,9 +76,6 @@ struct StepParams {
     float* key_scale;                // (B, Hkv, R), with STORAGE
     float* value_scale;
 };
-
-constexpr int NO_SLOT = 2147483647;
-constexpr Candidate NOTHING = {0, 0, NO_SLOT, NO_SLOT};
 
 // The effect of the token on its kv head.
 struct Change {
@@ -248,30 +239,6 @@ struct Slot {
         return position >= 0 && (in_top || position < p.sinks || position > now - p.recent);
     }
 };
-
-// Keeps the lower of two lowest keys, and the first of two free slots.
-__device__ __forceinline__ void merge(Candidate& own, const Candidate& other) {
-    const bool below = other.rank < own.rank || (other.rank == own.rank && other.position < own.position);
-    const int free = min(own.free, other.free);
-    if (other.slot != NO_SLOT && (own.slot == NO_SLOT || below)) own = other;
-    own.free = free;
-}
-
-// The same, over a warp.
-__device__ __forceinline__ Candidate merge_lanes(const Candidate& own) {
-    const auto lowest = [](bool among, unsigned x) { return __reduce_min_sync(ALL_LANES, among ? x : ~0u); };
-    bool among = own.slot != NO_SLOT;
-    const unsigned rank = lowest(among, own.rank);
-    among = among && own.rank == rank;
-    const unsigned high = static_cast<unsigned>(own.position >> 32), highest = lowest(among, high);
-    among = among && high == highest;
-    const unsigned low = static_cast<unsigned>(own.position), lower = lowest(among, low);
-    among = among && low == lower;
-    const unsigned slot = lowest(among, own.slot);
-    return {static_cast<long long>(static_cast<unsigned long long>(highest) << 32 | lower), rank,
-            slot == ~0u ? NO_SLOT : static_cast<int>(slot),
-            static_cast<int>(__reduce_min_sync(ALL_LANES, static_cast<unsigned>(own.free)))};
-}
 
 __device__ __forceinline__ void consider(Candidate& own, const Slot& slot, const Change& change, const StepParams& p) {
     Candidate other = {slot.position, ordered(slot.score), NO_SLOT, NO_SLOT};

@@ -33,7 +33,8 @@ RESULTS = {"key_scores": ("score",), "prefix_stop": ("stop",), "selected_run": (
            "document_runs": ("first", "end"),
            "attention": ("out", "lse"), "_attend_last": ("out", "lse"), "last_keys": ("keys",),
            "attention_backward": ("dquery", "dkey", "dvalue", "dbias"),
-           "key_scores_backward": ("dvalue", "ddt_proj", "dA", "ddt_bias"), "step": ("out", "lse")}
+           "key_scores_backward": ("dvalue", "ddt_proj", "dA", "ddt_bias"), "step": ("out", "lse"),
+           "extend": ("out", "lse")}
 
 
 class Backend(cuda_backend.Backend):

@@ -42,7 +42,7 @@ from tests.oracle import (
     selection_cases,
     varlen_cases,
 )
-from tests.oracle.cache_cases import History
+from tests.oracle.cache_cases import History, packed
 
 LENGTHS = ("lengths-1x70", "lengths-33x129", "lengths-129x33")
 NAMES = ("float32-", "float16-D64", "bfloat16-D128", "bfloat16-D40", "float16-D3", "bfloat16-D256", "mask-",
@@ -259,6 +259,31 @@ def _steps() -> int:
     return 2 * len(histories)
 
 
+def chunks() -> int:
+    """Append tokens to caches in chunks, padded, by slots and packed. Rows are copied in units of every size."""
+    histories = [History(dtype="bfloat16", head_dim=64, window=90, recent=3, length=700, batch=1),
+                 History(dtype="float16", head_dim=16, window=(9, 4), sinks=2, recent=3, length=70),
+                 History(dtype="float32", head_dim=5, window=9, heads=6, kv_heads=3, length=70, scores="nan"),
+                 History(dtype="float16", head_dim=64, window=30, length=70, options={"storage": "fp8"}),
+                 History(dtype="bfloat16", head_dim=5, window=9, recent=2, length=70, options={"storage": "int8"})]
+    for history in histories:
+        cache = history.cache(cupy.asarray)
+        pieces = [20, 9, history.length - 29]
+        history.check(*history.run(cache, pieces, cupy.asarray), tf32=True)
+        history.check_kept(cache)
+        other, joined = history.cache(cupy.asarray), history.cache(cupy.asarray)
+        for begin, end in itertools.pairwise([0, *itertools.accumulate(pieces)]):
+            tokens = history.tokens(begin, end)
+            other.update(*[cupy.asarray(np.ascontiguousarray(x[::-1])) for x in tokens[1:]],
+                         slots=cupy.arange(history.batch)[::-1])
+            rows, bounds = packed(tokens, [end - begin] * history.batch, behind=3)
+            joined.extend(*[cupy.asarray(x) for x in rows], cu_seqlens=cupy.asarray(bounds),
+                          tail_padding=True)
+        history.check_kept(other)
+        history.check_kept(joined)
+    return 3 * len(histories)
+
+
 def _several(history: History, cache: dma.DynamicCache, results: list[np.ndarray]) -> None:
     """The same history in calls of 4 tokens, which are attended to before they are appended, in slots."""
     other, slots = history.cache(cupy.asarray), cupy.arange(history.batch)[::-1]
@@ -328,7 +353,7 @@ SUITES = {"forward": functools.partial(in_portable_kernels, forward),
          "backward": functools.partial(in_portable_kernels, backward), "super-tiles": super_tiles,
          "varlen": functools.partial(in_portable_kernels, varlen_forward), "varlen-backward": varlen_backward,
          "hopper-backward": hopper_backward, "lifetimes": lifetimes, "delays": delays,
-         "selection": selection, "decoding": decoding,
+         "selection": selection, "decoding": decoding, "chunks": chunks,
          "clusters": clusters, "scores": key_scores}
 SUITES |= {f"hopper-{tile.block_m}x{tile.block_n}x{tile.stages}{'-ping-pong' * tile.ping_pong}":
           functools.partial(hopper_forward, tile, largest)

@@ -17,7 +17,7 @@ from cupy_dma.backends.cuda.attention import (
     split,
     tiles,
 )
-from cupy_dma.backends.cuda.decode import codes, step
+from cupy_dma.backends.cuda.decode import chunk, codes, step
 from cupy_dma.backends.cuda.runtime import configs, jit, sums
 from cupy_dma.backends.cuda.runtime.params import Params
 from cupy_dma.backends.cuda.select import last_queries, prefix
@@ -200,6 +200,10 @@ def decoding() -> list[jit.Config]:
                   split.min_blocks(size, size, dtype, rows, 1, storage))
         found += [step.StepConfig(*common, True, 1, planned=tokens > 1, tokens=tokens, storage=storage),
                   codes.QuantizeConfig(element, size, size, storage)]
+    found += [chunk.ChunkConfig(chunk.UNITS[unit], 0) for unit in (16, 4, 2)]
+    found += [chunk.ChunkConfig(chunk.UNITS[unit], storage, configs.ELEMENTS[dtype])
+              for unit, storage, dtype in ((16, 1, "bfloat16"), (16, 2, "float16"), (4, 2, "float32"),
+                                           (1, 1, "bfloat16"))]
     return [*found, step.PlanConfig(*common[:4], 1, step.PLAN_WARPS, False, 1, False, False, False, storage=2)]
 
 

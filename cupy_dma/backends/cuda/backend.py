@@ -75,7 +75,7 @@ class Backend:
         return flash_decode.takes_value_dim(self.runtime, call)
 
     def cache_extend(self, state: Any, call: Any) -> Any:
-        return cache_extend(self._step, self.prefix_stop, self.attention, state, call)
+        return cache_extend(self._step, self._run, self.prefix_stop, self.attention, state, call)
 
     def _step(self, state: Any, call: Any) -> Any:
         return step(self.runtime, state, call)

@@ -18,6 +18,7 @@ from tests import emulator
 from tests.emulator.tests import (
     test_backward,
     test_bias_delay,
+    test_chunks,
     test_decode,
     test_documents,
     test_forward,
@@ -466,6 +467,14 @@ OWN: dict[str, Callable[[], None]] = {
     "slots": slots(0, 1), "slots[ragged]": slots(1),
     "codes[int8]": elsewhere(test_quantized_rows.test_codes_and_scales, test_quantized_rows.CASES[0], "int8"),
     "codes[fp8]": elsewhere(test_quantized_rows.test_codes_and_scales, test_quantized_rows.CASES[0], "fp8"),
+    **{f"chunks[{name}]": elsewhere(test_chunks.test_bits_are_those_of_array_code, test_chunks.CASES[i], "lengths")
+       for i, name in enumerate(("sinks and recent", "windows", "biases", "recent", "gates", "ragged", "closed", "int8",
+                                 "fp8", "8-bit gates"))},
+    "chunks[packed]": elsewhere(test_chunks.test_bits_are_those_of_array_code, test_chunks.CASES[0], "packed"),
+    "chunks[packed gates]": elsewhere(test_chunks.test_bits_are_those_of_array_code, test_chunks.CASES[5], "packed"),
+    "chunks[packed codes]": elsewhere(test_chunks.test_bits_are_those_of_array_code, test_chunks.CASES[8], "packed"),
+    "chunks[long]": elsewhere(test_chunks.test_long_chunks, 40),
+    "chunks[rows]": elsewhere(test_chunks.test_long_chunks, 1500),
     "decoding[clusters]": elsewhere(test_decode.test_clusters_of_blocks, test_decode.CLUSTERS[0]),
     "decoding[windows]": decoding(window=(9, 4)), "decoding[delay]": decoding(bias_delay=4, scores="hidden"),
     "last_queries[1]": last_queries(1),

@@ -8,7 +8,7 @@ from typing import Any
 
 from cupy_dma.backends.cuda.attention import sm90, sm90_tiles, split
 from cupy_dma.backends.cuda.attention.tiles import heads_per_tile, tile_shape
-from cupy_dma.backends.cuda.decode import step
+from cupy_dma.backends.cuda.decode import chunk, step
 from cupy_dma.backends.cuda.runtime import jit
 from cupy_dma.backends.cuda.runtime.configs import (
     BIAS_NONE,
@@ -91,8 +91,10 @@ def hopper_configs(head_dims: tuple[int, ...] = (64, 128), dtypes: tuple[str, ..
 
 def decode_configs(head_dims: tuple[int, ...] = (64, 128), dtypes: tuple[str, ...] = ("float16", "bfloat16"),
                    groups: tuple[int, ...] = (1, 2, 4), clusters: bool = False) -> list[jit.Config]:
-    """The step of the decode cache; with ``clusters`` also that for few heads."""
-    configs: list[jit.Config] = []
+    """The step of the decode cache, with ``clusters`` also that for few heads, and its chunks."""
+    units = {16 if _aligned(head_dim, dtype) else ELEMENT_BYTES[ELEMENTS[dtype]]
+             for head_dim, dtype in itertools.product(head_dims, dtypes)}
+    configs: list[jit.Config] = [chunk.ChunkConfig(chunk.UNITS[unit], 0) for unit in sorted(units)]
     for head_dim, group, dtype in itertools.product(head_dims, groups, dtypes):
         rows, sets = split.rows_of_group(group, head_dim, head_dim, dtype)
         configs += [step.StepConfig(
