@@ -83,7 +83,7 @@ class Distillation(nn.Module):
     calls ``forward``.
     """
 
-    def __init__(self, student: nn.Module, teacher: nn.Module | None = None, *, weight: float = 1.0,
+    def __init__(self, student: nn.Module, teacher: nn.Module | None = None, *, weight: float = 4.0,
                  direction: str = "forward", chunk: int = 4096, process_group: Any = None, backbone: str | None = None,
                  head: str | None = None):
         super().__init__()
