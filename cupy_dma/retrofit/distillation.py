@@ -62,7 +62,7 @@ class Distillation(nn.Module):
         Another model with the same vocabulary, in evaluation mode; its gates, if any, count as open. By default the
         student with open gates; then all parameters other than the gates' must be frozen.
     weight : float
-        Of the budget loss.
+        Weight of the budget loss.
     direction, chunk
         As for ``chunked_kl``.
     process_group : ProcessGroup, optional
