@@ -11,7 +11,7 @@
    accelerate). Without one, a small random Llama on bytes, which shows that everything runs and nothing about quality.
 2. ``convert(model, policy="gate")``: the same function at first.
 3. ``retrofit.train``: the gates learn, by the predictions of the model without gates, which keys it can do without,
-   while the share that they keep falls to ``1 / ratio``. The base is frozen.
+   while the share that they keep falls to ``1 / ratio`` and stays there for the last quarter. The base is frozen.
 4. The result is saved in ``--output``, beside ``curves.png`` (divergence and kept share) and the state to resume from.
 5. Losses on text held out: all keys, hard gates, and sinks and a window that show as many pairs of query and key.
 
@@ -146,13 +146,13 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--length", type=int, default=256)
     options.add_argument("--batch", type=int, default=2)
     options.add_argument("--steps", type=int, default=100)
-    options.add_argument("--shrink", type=int, help="steps until the share is 1 / ratio; default: all")
+    options.add_argument("--shrink", type=int, help="steps until the share is 1 / ratio; default: three quarters")
     options.add_argument("--ratio", type=float, default=4.0)
     options.add_argument("--delay", type=int, default=32)
     options.add_argument("--sinks", type=int, default=4)
     options.add_argument("--hidden", type=int, help="width of the gates' hidden layer; default: linear gates")
     options.add_argument("--rate", type=float, help="of learning; default: 3e-5, and 1e-3 for the small Llama")
-    options.add_argument("--weight", type=float, default=1.0, help="of the budget loss")
+    options.add_argument("--weight", type=float, default=4.0, help="of the budget loss")
     options.add_argument("--every", type=int, default=50, help="steps between checkpoints and pictures")
     options.add_argument("--held-out", type=int, default=4, help="batches of text held out")
     options.add_argument("--resume", action="store_true", help="go on from the checkpoint in --output")

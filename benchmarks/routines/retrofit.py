@@ -17,9 +17,10 @@ heads and layers is as stated; one score threshold, found on ``TRIALS`` training
     aged      scores of the input plus a bonus for newer keys. Each kv head has its own slope, from ``SLOPES``: the one
               that hides the least attention in ``TRIALS`` training pieces (0: no bonus, 1: a window)
     gates     ``cupy_dma.retrofit.train`` with a frozen base. Gates start open; their delay is the number of recent
-              keys; the kept share falls until 256 rows are left on average
-    enforced  as gates, with a budget loss of weight ``WEIGHT``, and with the final target for the last quarter of the
-              steps. Without these, training ends at about 390 rows
+              keys. The target of the kept share falls until the last step, where 256 rows are left on average; the
+              budget loss has weight 1, as in DMS, and about 390 rows are left in fact
+    enforced  as gates, with the defaults of ``train``: weight ``WEIGHT``, and the final target for the last quarter of
+              the steps
     longer    as enforced, with ``LONGER`` times the steps
     warm      as gates, but starting from the scores of the layer's input (same seed) instead of open
     tuned     as gates, with the base trained too (float32, bfloat16 autocast); the teacher is the original model
@@ -313,9 +314,9 @@ def trained(bench: Bench, kind: str, seed: int, clock: Clock) -> tuple[Any, list
     if kind == "warm":
         scores, began = regressed(bench, seed, clock)
         warmed(gates, list(scores["input"]))
-    options: dict[str, Any] = {"weight": WEIGHT, "shrink": max(1, steps * 3 // 4)} if kind in ENFORCED else {}
+    options: dict[str, Any] = {"weight": WEIGHT} if kind in ENFORCED else {"weight": 1.0, "shrink": steps}
     if kind == "tuned":
-        options = {"trainable": "all", "teacher": bench.model.eval(), "autocast": torch.bfloat16}
+        options |= {"trainable": "all", "teacher": bench.model.eval(), "autocast": torch.bfloat16}
     bench.folder.mkdir(parents=True, exist_ok=True)
     history = retrofit.train(student, bench.pieces(seed, steps), steps=steps, ratio=task.ratio, rate=task.rate,
                              checkpoint=bench.folder / f"{kind}-{seed}.pt", every=100, resume=True,

@@ -242,8 +242,8 @@ def _visible(state: CacheState, history: _Padded, position: Any, top: Any) -> In
 
 def _spread(state: CacheState, call: ExtendCall, history: _Padded, order: Any,
             mask: IntervalMask) -> tuple[_Padded, Any, IntervalMask, int]:
-    """A history whose distances are those of positions, the slots of its kept rows, any where there is none, its mask,
-    and the delay to attend with."""
+    """A history whose row distances equal position distances; returns it, the slots of its rows (arbitrary for empty
+    rows), its mask and the delay to use."""
     library, xp, device = state.library, state.library.xp, state.device
     rows, delay = spread_rows(state.rows, call.length, call.bias_delay)
     wide = type(history)(state, call, rows)

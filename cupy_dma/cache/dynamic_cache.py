@@ -34,15 +34,16 @@ class DynamicCache(KeyCache):
         a NumPy or torch dtype. Default: that of ``like``, bfloat16 without it. Scores are kept in float32 (float64 in
         a float64 cache).
     like : array, optional
-        Sets the library and device of the cache, default NumPy, and the type unless ``dtype`` does.
+        Sets the library and device of the cache (default: NumPy), and its type if ``dtype`` is not given.
     sinks, recent : int
-        How many first and last tokens are kept in addition to the top. A key may belong to several of these sets.
+        Number of first and last tokens that are kept in addition to the top. A key may belong to several of these sets.
     storage : "int8" or "fp8", optional
-        Keep keys and values in 8 bits per number, with a float32 scale per row: INT8 or E4M3. A row is rounded when its
-        token comes (``max |x| / 254``; or ``|x| / 16``, at least ``max |x| / 458752``), and all queries read the
-        rounded row. Which keys are kept is not affected. Default: as they are given.
+        Keep keys and values in 8 bits per number, INT8 or E4M3, with a float32 scale per row. Rows are rounded when
+        their token is appended, with errors of at most ``max |x| / 254`` (INT8), or ``|x| / 16`` or ``max |x| /
+        458752``, whichever is larger (E4M3); all queries read the rounded rows. The kept keys are the same. Default:
+        not rounded.
     record_stops : bool
-        Keep the scores of all tokens, 4 bytes per token and kv head, which grow with the text, for ``stops``.
+        Keep the scores of all tokens, for ``stops``: 4 bytes per token and kv head, growing with the text.
     backend
         See ``cupy_dma.get_available_backends``; ``cuda`` and ``numpy`` have a cache.
 
@@ -62,9 +63,9 @@ class DynamicCache(KeyCache):
 
     Notes
     -----
-    ``window + sinks + recent`` rows per sequence and kv head, of its own window, are allocated up front and never grow.
-    All calls work in place on the arrays' device and the current stream, and never
-    synchronize. A cache carries no gradient.
+    The constructor allocates ``window + sinks + recent`` rows per sequence and kv head (with that head's window); they
+    never grow. All calls work in place on the arrays' device and the current stream, and never synchronize. A cache
+    carries no gradient.
     """
 
     def __init__(self, batch: int, kv_heads: int, window: Windows, head_dim: int, value_dim: int | None = None,
@@ -99,11 +100,11 @@ class DynamicCache(KeyCache):
             ``(Hkv, total)``.
         tail_padding
             Allow tokens after the last sequence, as in arrays of a fixed size: they are ignored and get ``out = 0,
-            lse = -inf``. False: lengths that end early raise where their values are checked (see below).
+            lse = -inf``. False: such tokens raise an error where values are checked (see Raises).
         slots : int32 or int64 array ``(n,)`` or list, optional
-            The cache's sequences that the call is for, none of them twice: its sequence ``i`` is number ``slots[i]`` of
-            the cache, and the ``B`` of all arguments is ``n``, at most the cache's. -1 names none: such tokens are
-            ignored and get ``out = 0, lse = -inf``. Other sequences do not change.
+            Work on some of the cache's sequences only: sequence ``i`` of the arguments, whose ``B`` is then ``n``, is
+            number ``slots[i]`` of the cache. Numbers must differ, except -1: tokens of such a sequence are ignored and
+            get ``out = 0, lse = -inf``. The cache's other sequences do not change.
         return_lse
             Return ``(out, lse)``.
         out : array, or with ``return_lse`` a pair of arrays, optional
@@ -117,8 +118,8 @@ class DynamicCache(KeyCache):
         Raises
         ------
         TypeError, ValueError
-            An argument has the wrong type, shape or device; nothing has been launched. Values of ``lengths``,
-            ``cu_seqlens`` and ``slots`` are always checked in host memory, in GPU memory only with
+            An argument has the wrong type, shape or device; nothing has been launched. The values of ``lengths``,
+            ``cu_seqlens`` and ``slots`` are checked if they are in host memory; in GPU memory only with
             ``CUPY_DMA_CHECK=1``.
         NotImplementedError
             A torch tensor requires grad, or the backend has no cache.
@@ -131,8 +132,8 @@ class DynamicCache(KeyCache):
                scale: float | None = None, softcap: float = 0.0, lengths: Ints | None = None,
                cu_seqlens: Ints | None = None, tail_padding: bool = False, slots: Ints | None = None,
                return_lse: bool = False, out: Array | tuple[Array, Array] | None = None) -> Any:
-        """What ``extend`` returns, but the cache does not change: ``commit`` may append the first of these tokens,
-        which are copied. Arguments and errors as for ``extend``; the tokens of an earlier ``attend`` are forgotten.
+        """Return what ``extend`` would, without changing the cache. The tokens are copied, so ``commit`` can append the
+        first of them; the next ``attend`` replaces them. Arguments and errors as for ``extend``.
         """
         call = extend_call(self._state, given(query), key, value, scores, scale, softcap, lengths, cu_seqlens,
                            return_lse, out, tail_padding, bias_delay, slots=slots)

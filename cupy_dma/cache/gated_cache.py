@@ -1,9 +1,9 @@
 """Decoding with learned eviction (SPEC sections 16 and 18): a cache that keeps the keys whose gates are open.
 
 It is the cache of ``state.py`` with gates as scores: the last ``delay`` keys are its recent ones, and keys whose gate
-is closed are never in its top. Where the top has no bound, every (sequence, kv head) has rows of its own
-(``segments.py``), which grow with the number of its open gates. The host reads these numbers when it cannot be sure
-that the next tokens fit.
+is closed are never in its top. Without a capacity, every (sequence, kv head) has its own number of rows
+(``segments.py``), which grows with its open gates. The host reads these numbers when it cannot be sure that the next
+tokens fit.
 """
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class GatedCache(KeyCache):
     delay=delay, threshold=threshold, sinks=sinks)`` over the full history, without storing it. From distance ``delay``
     on, ``log_gate`` is added to a key's logits.
 
-    With a ``capacity``, of the open keys only that many are attended to besides: those with the highest gates of all
-    tokens so far, the newest first where they are equal.
+    With a ``capacity``, the token attends to at most that many open keys besides the last and first tokens: those with
+    the highest gates of all tokens so far; of equal gates, the newest.
 
     Parameters
     ----------
@@ -45,17 +45,17 @@ class GatedCache(KeyCache):
     dtype, like
         As for ``DynamicCache``.
     delay : int
-        How many last keys are kept whatever their gates, at least 1.
+        Number of last keys that are kept whatever their gates, at least 1.
     threshold : float
-        Of the logarithms of open gates. Below 0, finite.
+        Gates are open if their logarithm is at least this. Finite and below 0.
     capacity : int, or one int per kv head, optional
-        The most open keys that are kept. Default: no bound.
+        Maximum number of open keys that are kept. Unlimited by default.
     sinks : int
-        How many first tokens are kept whatever their gates.
+        Number of first tokens that are kept whatever their gates.
     storage : "int8" or "fp8", optional
         As for ``DynamicCache``.
     record_stops : bool
-        Keep the gates of all tokens, 4 bytes per token and kv head, for ``stops``.
+        Keep the gates of all tokens, for ``stops``: 4 bytes per token and kv head, growing with the text.
     backend
         See ``cupy_dma.get_available_backends``; ``cuda`` and ``numpy`` have a cache.
 
@@ -68,10 +68,10 @@ class GatedCache(KeyCache):
 
     Notes
     -----
-    With a capacity, a kv head has ``capacity + sinks + delay`` rows, of its own capacity, which are allocated up front,
-    and calls never synchronize. Without one, a kv head of a sequence has as many as its own open keys need, and a
-    quarter or 64 of these besides: a call of several tokens reads their numbers from the GPU, and so does one of a
-    single token when some head's rows may be used up. ``reorder`` and ``select_batch`` then read ``indices``.
+    With a capacity, the constructor allocates ``capacity + sinks + delay`` rows per kv head (with its own capacity),
+    and calls never synchronize. Without one, each kv head of a sequence has the rows that its open keys need, plus a
+    quarter or 64, whichever is more. Calls then read the numbers of open keys from the GPU: with several tokens always,
+    with one token when a head's rows may be used up. ``reorder`` and ``select_batch`` read ``indices``.
     """
 
     _grows = False
@@ -104,7 +104,7 @@ class GatedCache(KeyCache):
         log_gate : float array ``(B, Hkv, L)``, or with ``cu_seqlens`` ``(Hkv, total)``
             The logarithms of the keys' gates. NaN is an open gate, above all others.
         add_gates : bool
-            False: gates only decide which keys are kept, and are not added to logits.
+            False: gates only decide which keys are kept; they are not added to the logits.
         scale, softcap, lengths, cu_seqlens, tail_padding, slots, return_lse, out
             As for ``DynamicCache.extend``.
 
@@ -117,7 +117,7 @@ class GatedCache(KeyCache):
         TypeError, ValueError, NotImplementedError
             As for ``DynamicCache.extend``.
         RuntimeError
-            A cache without a capacity takes tokens in a CUDA graph.
+            The cache has no capacity, and the call is captured in a CUDA graph.
         """
         call = extend_call(self._state, given(query), key, value, log_gate, scale, softcap, lengths, cu_seqlens,
                            return_lse, out, tail_padding, self.delay, "log_gate", slots)
@@ -128,8 +128,8 @@ class GatedCache(KeyCache):
                scale: float | None = None, softcap: float = 0.0, lengths: Ints | None = None,
                cu_seqlens: Ints | None = None, tail_padding: bool = False, slots: Ints | None = None,
                return_lse: bool = False, out: Array | tuple[Array, Array] | None = None) -> Any:
-        """What ``extend`` returns, but the cache does not change: ``commit`` may append the first of these tokens,
-        which are copied. Arguments and errors as for ``extend``; the tokens of an earlier ``attend`` are forgotten.
+        """Return what ``extend`` would, without changing the cache. The tokens are copied, so ``commit`` can append the
+        first of them; the next ``attend`` replaces them. Arguments and errors as for ``extend``.
         """
         call = extend_call(self._state, given(query), key, value, log_gate, scale, softcap, lengths, cu_seqlens,
                            return_lse, out, tail_padding, self.delay, "log_gate", slots)
@@ -193,17 +193,17 @@ class GatedCache(KeyCache):
 
     @property
     def delay(self) -> int:
-        """Last tokens that are kept whatever their gates."""
+        """Number of last tokens that are kept whatever their gates."""
         return self._state.recent
 
     @property
     def threshold(self) -> float:
-        """Of the logarithms of open gates."""
+        """Smallest logarithm of an open gate."""
         return self._state.threshold
 
     @property
     def capacity(self) -> Window | None:
-        """The most open keys that are kept; None: no bound."""
+        """Maximum number of open keys that are kept; None if unlimited."""
         return None if self._grows else self._state.window
 
     def _saved_segments(self, saved: dict[str, Any]) -> Segments:
@@ -241,13 +241,13 @@ class GatedCache(KeyCache):
         super().__setstate__(state)
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Restore a saved state, in place, but for the rows of a cache without a capacity. Arrays of another library or
-        device are copied through the host.
+        """Restore a saved state in place; a cache without a capacity gets new rows. Arrays of another library or device
+        are copied through the host.
 
         Raises
         ------
         KeyError, TypeError, ValueError
-            Something is missing, or belongs to a cache of other sizes or types; the cache is then unchanged.
+            Something is missing, or belongs to a cache of other sizes or types; the cache is unchanged.
         """
         before, self._room = self._state, 0
         try:

@@ -276,7 +276,7 @@ def library_and_device(like: Any) -> tuple[Library, Device]:
 
 
 def positions(given: Operand) -> Any:
-    """As int32: any position after all others serves as well as the largest int32."""
+    """As int32; larger positions become the largest int32, since any position after all others is equivalent."""
     library, array = given.library, given.array
     if given.dtype == "int32":
         return array

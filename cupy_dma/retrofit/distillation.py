@@ -62,7 +62,7 @@ class Distillation(nn.Module):
         Another model with the same vocabulary, in evaluation mode; its gates, if any, count as open. By default the
         student with open gates; then all parameters other than the gates' must be frozen.
     weight : float
-        Of the budget loss.
+        Weight of the budget loss.
     direction, chunk
         As for ``chunked_kl``.
     process_group : ProcessGroup, optional
@@ -83,7 +83,7 @@ class Distillation(nn.Module):
     calls ``forward``.
     """
 
-    def __init__(self, student: nn.Module, teacher: nn.Module | None = None, *, weight: float = 1.0,
+    def __init__(self, student: nn.Module, teacher: nn.Module | None = None, *, weight: float = 4.0,
                  direction: str = "forward", chunk: int = 4096, process_group: Any = None, backbone: str | None = None,
                  head: str | None = None):
         super().__init__()

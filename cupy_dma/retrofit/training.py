@@ -1,7 +1,8 @@
 """The training loop of a retrofit: AdamW, a falling kept share, logs, checkpoints.
 
-Defaults follow the code of DMS (arXiv 2506.05345) where it has them: learning rate 3e-5, a compression ratio that rises
-linearly, temperature 0.1, weight 1 of the budget.
+The learning rate (3e-5), the linear rise of the compression ratio and the temperature (0.1) are those of DMS's code
+(arXiv 2506.05345). DMS weights the budget loss by 1; with 4, and the final target for the last quarter of the steps,
+training ends nearer to the target (docs/retrofit.md).
 """
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def kept_target(step: int, steps: int, ratio: float, *, linear: str = "ratio") -
     ratio : float
         At least 1.
     linear
-        What changes linearly in between: ``"ratio"``, the inverse of the share, as in DMS, or ``"share"``.
+        What is linear in between: ``"ratio"``, the inverse of the share, as in DMS, or ``"share"``.
     """
     checks.choice(linear, "linear", ("ratio", "share"))
     ratio = checks.real(ratio, "ratio", 1.0)
@@ -45,75 +46,77 @@ def kept_target(step: int, steps: int, ratio: float, *, linear: str = "ratio") -
 
 def train(model: nn.Module, batches: Iterable[Any], *, steps: int, ratio: float, shrink: int | None = None,
           linear: str = "ratio", trainable: str | None = "gate", teacher: nn.Module | None = None, rate: float = 3e-5,
-          base_rate: float = 1e-5, temperature: float | tuple[float, float] | None = None, weight: float = 1.0,
+          base_rate: float = 1e-5, temperature: float | tuple[float, float] | None = None, weight: float = 4.0,
           direction: str = "forward", chunk: int = 4096, clip: float = 1.0, autocast: torch.dtype | None = None,
           checkpoint: str | os.PathLike | None = None, every: int = 100, resume: bool = False,
           callback: Callable[[dict[str, Any]], Any] | None = None, progress: bool = True, process_group: Any = None,
           wrap: Callable[[Distillation], nn.Module] | None = None) -> list[dict[str, Any]]:
-    """Train the gates of a model, in place. Leaves the model in evaluation mode.
+    """Train the gates of a model in place. Leaves the model in evaluation mode.
 
     Parameters
     ----------
     model
-        Of transformers, converted with ``policy="gate"``.
+        A transformers model, converted with ``policy="gate"``.
     batches : iterable of int64 Tensors ``(B, N)``, or dicts of ``input_ids`` and ``attention_mask``
         One per step; ``N`` must exceed the gates' delay.
     steps : int
     ratio : float
         Final compression: the share of keys kept beyond the delay falls to ``1 / ratio``.
     shrink : int, optional
-        Steps until the final compression; by default ``steps``.
+        Steps until the final compression; by default three quarters of ``steps``.
     linear
         As for ``kept_target``.
     trainable
-        ``"gate"``: only the gates; ``"all"``: everything, which needs a ``teacher``; None: what requires gradients.
+        ``"gate"``: only the gates; ``"all"``: everything, which needs a ``teacher``; None: the parameters that require
+        gradients.
     teacher, weight, direction, chunk
         As for ``Distillation``.
     rate, base_rate : float
         Learning rates of the gates and of the rest, constant.
     temperature : float or two, optional
-        Of the gates: one, or the first and last of a linear change over ``shrink`` steps. By default their own.
+        Temperature of the gates; two numbers change linearly over ``shrink`` steps. By default the gates' own.
     clip : float
         Maximum norm of the gradient.
     autocast : torch.dtype, optional
         For forward passes of a float32 model, e.g. ``torch.bfloat16``.
     checkpoint : path, optional
-        A file to write every ``every`` steps and at the end: whole tensors, however the model is sharded.
+        File to write every ``every`` steps and at the end. It has whole tensors, even of a sharded model.
     resume : bool
-        Continue from ``checkpoint`` if it exists. ``batches`` starts from the beginning, and batches already used are
-        skipped: with the same batches the result equals that of an uninterrupted run. The number of ranks must be the
-        same, the sharding need not.
+        Continue from ``checkpoint`` if it exists. Pass ``batches`` from the beginning; those already used are skipped,
+        so the result equals that of an uninterrupted run. The number of ranks must be the same; the sharding may
+        differ.
     callback
         Called with every step's log.
     progress : bool
         Show a progress bar.
     process_group : ProcessGroup, optional
-        Data parallelism: its ranks call ``train`` together, each with batches of its own, and take the same steps. The
+        Data parallelism: its ranks call ``train`` together, each with its own batches, and take the same steps. The
         first rank writes the ``checkpoint``, which all must be able to read, and shows the progress.
     wrap
-        Called with the ``Distillation``; returns the module to call in its place, by default with a ``process_group``
-        ``DistributedDataParallel``. To shard the model, it calls ``fully_shard`` on its layers and returns
+        Called with the ``Distillation``; returns the module to call in its place. Default with a ``process_group``:
+        ``DistributedDataParallel``. To shard the model, call ``fully_shard`` on its layers and return
         ``fully_shard(objective)``.
 
     Returns
     -------
     The log of every step, including those before a resume: ``step``, ``loss``, ``kl`` (nats per token), ``budget``,
     ``kept`` and ``target`` (mean gate, and its target), ``kept_by_layer``, ``dropped`` (share of gates below the
-    threshold), ``temperature``, ``norm`` (of the gradient), ``tokens`` and ``seconds`` (this rank's; those before a
-    resume are the first rank's).
+    threshold), ``temperature``, ``norm`` (of the gradient), ``tokens`` and ``seconds`` (this rank's; before a resume,
+    the first rank's).
 
     Raises
     ------
     TypeError, ValueError
         An argument has the wrong type or value, the model has no gates, the texts are too short, there are fewer
-        batches than steps, the checkpoint has another recipe, or that of a sharded model has no ``process_group``.
+        batches than steps, the checkpoint has another recipe, or a sharded model has a ``checkpoint`` but no
+        ``process_group``.
     FileNotFoundError
-        Some ranks find the checkpoint to resume from, others do not.
+        Only some of the ranks find the checkpoint to resume from.
     FloatingPointError
-        The loss is not finite; the parameters are as before that step.
+        The loss is not finite; the parameters are unchanged by that step.
     """
     steps, every = checks.whole(steps, "steps", 1), checks.whole(every, "every", 1)
-    shrink = steps if shrink is None else checks.whole(shrink, "shrink", 1)
+    shrink = max(1, steps * 3 // 4) if shrink is None else checks.whole(shrink, "shrink", 1)
     kept_target(0, shrink, ratio, linear=linear)
     rates = _positive(rate, "rate"), _positive(base_rate, "base_rate")
     clip, warmth = _positive(clip, "clip"), _temperatures(temperature)

@@ -302,8 +302,8 @@ def made_entry(given: OperatorCall, call: AttentionCall | DynamicCall, module: M
 
 
 def size_of_made(given: OperatorCall, tensors: Tensors, without: int) -> Any:
-    """The int32 numbers that an operator keeps for its backward, ``without`` programs so many. Unknown where one of the
-    ``tensors`` has a size that is; 0 for wrong arguments: the operator says what is wrong when it runs."""
+    """Number of int32 values that an operator saves for its backward; ``without`` if the call has no programs. Unknown
+    if a tensor size is unknown; 0 for invalid arguments, which raise when the operator runs."""
     if not all(type(n) is int for x in tensors if x is not None for n in x.shape):
         return torch.library.get_ctx().new_dynamic_size()
     device = CPU if given.query.device.type == "cpu" else Device("cuda", given.query.device.index or 0)

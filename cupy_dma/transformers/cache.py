@@ -201,7 +201,7 @@ class DynamicMaskCache(Cache):
             layer.at = At(slots, lengths)
         try:
             yield
-        except BaseException:  # what has reached some of the layers goes with its slots
+        except BaseException:  # drops the slots' tokens that some layers already have
             for layer in self._dynamic:
                 layer.restore(0)
             self._forget_calls()

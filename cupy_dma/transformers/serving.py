@@ -2,15 +2,15 @@
 
 A step is at most two forward passes on one ``DynamicMaskCache``, each of a shape that never changes (``slot_pass.py``):
 
-    decode     (slots, 1)    a token of every slot whose text is cached but for its last token; the others are idle
-    prefill    (1, chunk)    the next tokens of the oldest text that lacks more
+    decode     (slots, 1)    the last token of every text that is cached up to it; other slots are idle
+    prefill    (1, chunk)    the next tokens of the oldest text with more than one token to cache
 
-so on a GPU both are CUDA graphs, and requests join and leave between replays. The host decides who runs, from numbers
-that it knows anyway: how long each text is and how much of it is cached. A text whose pass has failed is cached again
-from its first token, with the generated ones, so nothing said is lost.
+so on a GPU both are CUDA graphs, and requests join and leave between replays. The host decides which requests run, from
+numbers that it knows without asking the device: the length of each text and how much of it is cached. If a decoding
+pass fails, its texts are cached again from the first token, including the generated ones, so no output is lost.
 
-transformers' own ``generate_batch`` cannot serve these models: it accepts only its own names of attention, and makes a
-paged cache of all keys for it.
+transformers' own ``generate_batch`` cannot serve these models: it accepts only its own names of attention, and stores
+all keys in a paged cache.
 """
 from __future__ import annotations
 
@@ -44,39 +44,39 @@ class ContinuousBatching:
 
         batching = ContinuousBatching(model, slots=32, chunk=256)
         requests = [batching.submit(prompt, max_new_tokens=100) for prompt in prompts]
-        for request, token in batching:                 # until nothing is left to do; submit more at any time
+        for request, token in batching:                 # until no request is left; submit more at any time
             print(request.request_id, token)            # token None: the request has failed
 
-    Greedy tokens are those of ``model.generate`` for the request alone, to the rounding of the logits, whatever runs
-    beside it. Memory is that of ``slots`` sequences in a ``DynamicMaskCache``, allocated by the constructor.
+    Greedy tokens are those of ``model.generate`` for the request alone, up to the rounding of the logits, whatever else
+    is running. The constructor allocates all memory: a ``DynamicMaskCache`` for ``slots`` sequences.
 
     Parameters
     ----------
     model
-        A Doge or converted model in evaluation mode, all of whose layers have dynamic masks; with gates, converted
-        with a capacity.
+        A Doge or converted model in evaluation mode. All its layers must have dynamic masks; gates need a capacity.
     slots : int
-        Requests at a time.
+        Number of requests that run at a time.
     chunk : int
-        Tokens of a prompt in a step. Longer chunks prefill faster, and the others' tokens wait longer for them.
+        Tokens of a prompt per step. Longer chunks prefill faster, but the other requests wait longer for each of them.
     queue_size : int, optional
-        The most requests that may wait for a slot. By default any number.
+        Maximum number of requests that wait for a slot. Unlimited by default.
     storage : "int8" or "fp8", optional
         Keep rows in 8 bits per number, as for ``cupy_dma.DynamicCache``.
     cuda_graphs : bool
-        False: run the model without CUDA graphs, if it cannot be captured.
+        False: do not use CUDA graphs, for models that cannot be captured.
 
     Raises
     ------
     TypeError, ValueError
-        An argument has the wrong type or value, or the model does not fit: also where its texts would depend on each
-        other (Doge's mixture of experts, rotary frequencies that follow the longest text), or without ``position_ids``.
+        An argument has the wrong type or value, or the model cannot be served: one of its layers has no dynamic mask,
+        it takes no ``position_ids``, or its texts would depend on each other (Doge's mixture of experts, rotary
+        frequencies that follow the longest text).
 
     Notes
     -----
-    One thread runs ``step`` or iterates; others may ``submit`` and ``cancel``. A request whose prefill fails, out of
-    memory for example, ends with the error. Those whose decoding fails begin again with their text so far, and end with
-    the error at the third time. All others go on.
+    Only one thread may call ``step`` or iterate; any thread may ``submit`` and ``cancel``. A request whose prefill
+    fails, for example out of memory, ends with the error. Requests whose decoding fails restart with their text so far;
+    after three failures they end with the error. All others continue.
     """
 
     def __init__(self, model: Any, *, slots: int = 32, chunk: int = 256, queue_size: int | None = None,
@@ -115,19 +115,19 @@ class ContinuousBatching:
         prompt_ids : ints, or int Tensor ``(N,)``
             At least one token.
         max_new_tokens : int, optional
-            By default it goes on until a token or a sequence ends it.
+            Unlimited by default: ``eos_token_id`` or ``stop`` ends the text.
         eos_token_id : int or ints, optional
             Tokens that end the text, as its last one.
         stop : sequences of ints
-            Token sequences that end the text likewise.
+            Token sequences that end the text, as its last tokens.
         do_sample, temperature, top_k, top_p
-            As in transformers' ``GenerationConfig``. By default the best token is taken.
+            As in transformers' ``GenerationConfig``. Greedy by default.
         seed : int, optional
-            Of the request's own random numbers. By default drawn from torch's generator.
+            Seed of the request's own random numbers. By default drawn from torch's generator.
         request_id : str, optional
             By default ``"req_0"``, ``"req_1"``, ...
         record_timestamps : bool
-            Note when each token was known.
+            Record when each token was known.
 
         Raises
         ------
@@ -148,7 +148,7 @@ class ContinuousBatching:
         return request
 
     def cancel(self, request: Request) -> bool:
-        """End a request where it stands, waiting or running. False: it has ended already."""
+        """End a waiting or running request. Returns False if it has already ended."""
         with self._lock:
             if request.is_finished():
                 return False
@@ -159,17 +159,17 @@ class ContinuousBatching:
 
     @property
     def waiting(self) -> int:
-        """Requests in the queue."""
+        """Number of requests in the queue."""
         return len(self._queue)
 
     @property
     def running(self) -> int:
-        """Requests in slots."""
+        """Number of requests in slots."""
         return len(self._running())
 
     @property
     def memory_bytes(self) -> int:
-        """Size in bytes of the cache, which never changes."""
+        """Size of the cache in bytes; constant."""
         return self._cache.memory_bytes
 
     def _running(self) -> list[Request]:
@@ -185,12 +185,12 @@ class ContinuousBatching:
             yield from self.step()
 
     def step(self) -> list[Event]:
-        """Run a token of every request that decodes, and a chunk of a prompt.
+        """Decode one token of every running request whose prompt is cached, and prefill one chunk of another's prompt.
 
         Returns
         -------
         list of (Request, int or None)
-            New tokens. None: the request has failed in this step.
+            New tokens; None for a request that failed in this step.
         """
         events: list[Event] = []
         try:

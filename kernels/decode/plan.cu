@@ -54,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_plan(const StepPara
         }
         candidate = merge_lanes(candidate);
         if (lane == 0) found[t & 1][warp] = candidate;
-        __syncthreads();  // the change and what all warps found are in place; nobody reads what they found before
+        __syncthreads();  // `changes` and all warps' candidates are written; no warp still reads the previous candidates
         candidate = merge_lanes(lane < WARPS ? found[t & 1][lane] : NOTHING);
         const Found next(head.lowest, change.enters, candidate);
         head.lowest = next.lowest;

@@ -204,7 +204,6 @@ extern "C" __global__ void __launch_bounds__(COLLECT_THREADS) collect(const Last
         candidates.for_each([&](Ranked e) {
             if (e >= best.threshold && e < safe.threshold) shared.mortal[atomicAdd(&shared.mortals, 1)] = e;
         });
-        __syncthreads();  // the mortals are known
     }
     const auto better_mortals = [&](Ranked e) {
         int better = 0;
@@ -213,6 +212,7 @@ extern "C" __global__ void __launch_bounds__(COLLECT_THREADS) collect(const Last
     };
     int kept = 0;
     candidates.for_each([&](Ranked e) { kept += e >= best.threshold; });
+    // Its barriers also complete the mortals.
     long long index = of_row + exclusive_sum<COLLECT_THREADS>(kept, total, shared.select.warp_sums);
     candidates.for_each([&](Ranked e) {
         if (e < best.threshold) return;

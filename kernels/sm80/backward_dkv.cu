@@ -465,7 +465,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) backward_dkv(c
         }
 #endif
     }
-    copy_async_wait<0>();
+    copy_async_wait<0>();  // for the key rows of a block without steps: no copy outlives its CTA
 #if DVALUE
     write_accumulators(dv, shared, p, t, p.dvalue, p.partial_value, 1.0f);
 #endif

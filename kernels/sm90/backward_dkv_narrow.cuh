@@ -99,8 +99,8 @@ struct Consumer : ConsumerBase {
         if (!DQUERY) named_barrier_arrive(TURN_BARRIER + (half ^ 1), CONSUMER_THREADS);
     }
 
-    // A step, whose p and dP are there; `more`: another one follows, whose p and dP are there afterwards. No MMA is in
-    // flight between two calls, or the assembler would wait after each.
+    // Processes a step whose P and dP are in registers; with `more`, leaves P and dP of the next step there. No MMA may
+    // be in flight between two calls, or the assembler waits after each.
     template <bool more>
     __device__ __forceinline__ void advance(const KeyTile& t, int h) {
         unsigned probability[QUERY_FRAGMENTS][4], gradient[QUERY_FRAGMENTS][4];

@@ -205,8 +205,8 @@ struct Consumer {
         round(gradient, dp);
     }
 
-    // A block, whose p and dP are there; `more`: another one of the tile follows, whose p and dP are there afterwards. No
-    // MMA is in flight between two calls, or the assembler would wait after each.
+    // Processes a block whose P and dP are in registers; with `more`, leaves P and dP of the tile's next block there. No
+    // MMA may be in flight between two calls, or the assembler waits after each.
     template <bool more>
     __device__ __forceinline__ void advance() {
         unsigned gradient[KEY_FRAGMENTS][4];

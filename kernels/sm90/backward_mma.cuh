@@ -1,4 +1,4 @@
-// The MMAs of both Hopper gradients, each a group of its own, and what they do alike with accumulators.
+// The MMAs of both Hopper gradients, each its own wgmma group, and shared operations on accumulators.
 //
 // Prelude: ELEMENT, HEAD_DIM.
 #pragma once

@@ -164,8 +164,7 @@ struct Consumer {
     // need the stage.
     __device__ __forceinline__ void release_queries() const {
 #if OUT_TMA
-        bulk_wait_read();
-        __syncwarp();
+        bulk_wait_read();  // in the lane that started the stores; the barrier counts its arrival, too
 #elif QUERY_TMA
         shared_write_fence();  // TMA may overwrite these rows
 #endif

@@ -300,7 +300,7 @@ def test_rows_that_see_nothing(torch):
 @on_device
 @pytest.mark.parametrize("needs", [("query",), ("key",), ("value",), ("bias",), ("query", "bias")])
 @pytest.mark.parametrize("bias", ["key", "row", "full"])
-def test_only_what_is_asked_for(torch, needs, bias):
+def test_only_requested_gradients_are_returned(torch, needs, bias):
     n = 80
     q, k, v, scores = draw(torch, n)
     added = {"key": scores, "row": torch.randn(1, 4, n, 1).to(q.device),

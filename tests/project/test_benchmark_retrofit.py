@@ -273,6 +273,8 @@ def test_training_resumes(tmp_path, data, monkeypatch):
     real, calls = retrofit.retrofit.train, []
 
     def train(*arguments, **named):
+        assert (named["weight"], named["shrink"]) == (1.0, 3)  # the recipe of the recorded rows, not the default
+
         def callback(log):
             calls.append(log["step"])
             if len(calls) == 2:

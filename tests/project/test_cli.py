@@ -5,11 +5,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 import cupy_dma
 from cupy_dma import __main__ as cli
+from cupy_dma.cli import devices
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -145,22 +147,20 @@ def test_warmup_says_ahead_that_nothing_can_be_kept(capsys, monkeypatch, tmp_pat
     assert "Set CUPY_DMA_CACHE_DIR" in one_line(capsys)
 
 
-def test_interrupted(capsys, monkeypatch):
-    def interrupt(*arguments):
-        raise KeyboardInterrupt
+@pytest.mark.parametrize(("error", "status", "message"), [
+    (KeyboardInterrupt(), 130, "interrupted"),
+    (MemoryError("Unable to allocate 2 EiB"), 2, "not enough memory: Unable to allocate 2 EiB")], ids=str)
+def test_errors_of_a_command(error, status, message, capsys, monkeypatch):
+    monkeypatch.setattr(cli.info, "main", mock.Mock(side_effect=error))
+    assert cli.main(["info"]) == status
+    assert one_line(capsys) == f"cupy_dma: {message}\n"
 
-    monkeypatch.setattr(cli.info, "main", interrupt)
-    assert cli.main(["info"]) == 130
-    assert one_line(capsys) == "cupy_dma: interrupted\n"
 
-
-def test_out_of_memory(capsys, monkeypatch):
-    def grow(*arguments):
-        raise MemoryError("Unable to allocate 2 EiB")
-
-    monkeypatch.setattr(cli.info, "main", grow)
-    assert cli.main(["info"]) == 2
-    assert one_line(capsys) == "cupy_dma: not enough memory: Unable to allocate 2 EiB\n"
+@pytest.mark.parametrize("command", ["demo", "bench"])
+def test_a_backend_that_cannot_run(command, capsys, monkeypatch):
+    monkeypatch.setattr(devices, "why_not", lambda name: "no GPU" if name == "cuda" else None)
+    assert cli.main([command, "--backend", "cuda"]) == 2
+    assert "--backend cuda cannot run here: no GPU" in one_line(capsys)
 
 
 def command(*arguments: str, shell: str = "", **options) -> subprocess.Popen:

@@ -106,12 +106,12 @@ def test_training_finds_what_to_keep():
 def test_logs_and_what_is_trained():
     model, seen = model_of(), []
     before = {name: p.clone() for name, p in model.named_parameters()}
-    logs = run(model, 3, temperature=(0.5, 0.1), shrink=2, callback=seen.append)
+    logs = run(model, 3, temperature=(0.5, 0.1), callback=seen.append)
     assert logs == seen and [log["step"] for log in logs] == [0, 1, 2] and not model.training
     assert [log["target"] for log in logs] == pytest.approx([1, 2 / 3, 1 / 2])
     assert [log["temperature"] for log in logs] == pytest.approx([0.5, 0.3, 0.1])
     for log in logs:
-        assert log["loss"] == pytest.approx(log["kl"] + log["budget"], rel=1e-5)
+        assert log["loss"] == pytest.approx(log["kl"] + 4 * log["budget"], rel=1e-5)
         assert log["budget"] == pytest.approx(max(log["kept"] - log["target"], 0), abs=1e-6)
         assert len(log["kept_by_layer"]) == 2 and log["tokens"] == 4 * 48 and log["norm"] > 0 and log["seconds"] > 0
         assert 0 <= log["dropped"] <= 1
@@ -237,7 +237,7 @@ def test_an_interrupted_run(tmp_path):
     logs = run(model_of(), 6, checkpoint=path, resume=True)
     assert [log["step"] for log in logs] == list(range(6))
     with pytest.raises(ValueError, match=r"was made with ratio=2\.0, got 4\.0"):
-        run(model_of(), 6, checkpoint=path, resume=True, ratio=4, shrink=6)
+        run(model_of(), 6, checkpoint=path, resume=True, ratio=4)
     with pytest.raises(ValueError, match="resume needs a checkpoint"):
         run(model_of(), 6, resume=True)
 

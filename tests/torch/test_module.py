@@ -22,10 +22,23 @@ OPTIONS = {"plain": {}, "linear": {"form": "linear"}, "dt_bias": {"dt_bias": Tru
            "all": {"sinks": 1, "recent": 2, "softcap": 2.0, "scale": 0.5, "form": "linear", "dt_bias": True}}
 
 
+WIDTH = 7  # of the inputs that scores may come from
+BY_INPUT = {f"input, {name}": {"scores": "input", "width": WIDTH, **options} for name, options in {
+    "plain": {}, "dt_bias": {"dt_bias": True, "bias_delay": 3}, "kept": {"sinks": 1, "recent": 2},
+    "slope": {"slope": (0.3, -0.1)}, "heads": {"window": (4, 9)}}.items()}
+EITHER = OPTIONS | BY_INPUT
+
+
 def layer(window=5, dtype=torch.float32, **options):
     made = DynamicMaskAttention(HKV, D, window, dtype=dtype, **options)
-    torch.nn.init.normal_(made.A)
+    for parameter in [made.A] if made.width is None else made.parameters():
+        torch.nn.init.normal_(parameter)
     return made
+
+
+def input_of(module, dtype=torch.float32):
+    """What a call takes besides query, key and value."""
+    return {} if module.width is None else {"x": torch.randn(B, N, WIDTH, dtype=dtype)}
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -64,12 +77,13 @@ def test_every_document_keeps_its_own(options, padded):
     check(module(q, k, v, documents=bounds, **given), problem(module, q, k, v, real, number))
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", EITHER)
 def test_packed_sequences(options):
-    module, (q, k, v, _) = layer(3, **OPTIONS[options]), draw(torch.float32)
-    bounds = torch.tensor([0, 7, 8, N], dtype=torch.int32)
-    out, lse = module(q[0], k[0], v[0], cu_seqlens=bounds, return_lse=True)
-    parts = [module(*(x[:1, a:b] for x in (q, k, v)), return_lse=True) for a, b in itertools.pairwise(bounds)]
+    module, (q, k, v, _) = layer(**{"window": 3} | EITHER[options]), draw(torch.float32)
+    bounds, more = torch.tensor([0, 7, 8, N], dtype=torch.int32), input_of(module)
+    out, lse = module(q[0], k[0], v[0], **{name: x[0] for name, x in more.items()}, cu_seqlens=bounds, return_lse=True)
+    parts = [module(*(x[:1, a:b] for x in (q, k, v)), **{name: x[:1, a:b] for name, x in more.items()},
+                    return_lse=True) for a, b in itertools.pairwise(bounds)]
     leaves = q, k, v, *module.parameters()
     torch.testing.assert_close(out, torch.cat([part[0][0] for part in parts]), rtol=0, atol=2e-6)
     torch.testing.assert_close(lse, torch.cat([part[1][0] for part in parts], 1), rtol=0, atol=2e-6)
@@ -104,25 +118,30 @@ def test_more_sinks_and_recent_than_keys():
         check(module(q, k, v), problem(module, q, k, v))
 
 
-@pytest.mark.parametrize("options", ["recent", "slope", "all"])
-def test_gradients_with_sinks_and_recent(options):
-    module, (q, k, v, _) = layer(dtype=float64, **OPTIONS[options]), draw()
-    real = real_tokens("left")
-    assert torch.autograd.gradcheck(
-        lambda q, k, v, *_: module(q, k, v, padding=real), (q, k, v, *module.parameters()), fast_mode=True)
+@pytest.mark.feature("numpy backward", "torch", "DynamicMaskAttention, scores of")
+@pytest.mark.parametrize("options", ["recent", "slope", "all", *BY_INPUT])
+def test_gradients_with_padding(options):
+    module, (q, k, v, _) = layer(dtype=float64, **EITHER[options]), draw()
+    real, more = real_tokens("left"), [x.requires_grad_() for x in input_of(module, float64).values()]
+
+    def call(q, k, v, *others):
+        return module(q, k, v, **dict(zip(["x"][:len(more)], others)), padding=real)
+
+    assert torch.autograd.gradcheck(call, (q, k, v, *more, *module.parameters()), fast_mode=True)
 
 
-@pytest.mark.feature("numpy forward", "torch", "DynamicMaskAttention.extend")
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.feature("numpy forward", "torch", "DynamicMaskAttention.extend", "DynamicMaskAttention, scores of")
+@pytest.mark.parametrize("options", EITHER)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, float64])
 @pytest.mark.parametrize("pieces", [(N,), (7, 0, 11), (1,) * N])
 @torch.no_grad()
 def test_extend_is_forward(options, dtype, pieces):
-    module, (q, k, v, _) = layer(dtype=dtype, **OPTIONS[options]), draw(dtype, requires_grad=False)
-    cache, outs = module.make_cache(B), []
+    module, (q, k, v, _) = layer(dtype=dtype, **EITHER[options]), draw(dtype, requires_grad=False)
+    cache, outs, more = module.make_cache(B), [], input_of(module, dtype)
     for a, b in zip(np.cumsum((0, *pieces)), np.cumsum(pieces)):
-        outs.append(module.extend(cache, *(x[:, a:b] for x in (q, k, v))))
-    check(torch.cat(outs, 1), problem(module, q, k, v))
+        outs.append(module.extend(cache, *(x[:, a:b] for x in (q, k, v)),
+                                  **{name: x[:, a:b] for name, x in more.items()}))
+    check(torch.cat(outs, 1), problem(module, q, k, v, **more))
     assert cache.memory_bytes == module.make_cache(B).memory_bytes
 
 
@@ -217,33 +236,25 @@ def test_sinks_and_recent_compile_in_one_graph(given, slope):
     assert same(gradients(module(q, k, v, **given), leaves), gradients(compiled(q, k, v, **given), leaves))
 
 
-def test_copies_and_reset():
-    module = layer(sinks=1, dt_bias=True)
-    q, k, v, _ = draw(torch.float32, requires_grad=False)
-    out = module(q, k, v)
-    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-        assert torch.equal(twin(q, k, v), out) and repr(twin) == repr(module)
-    other = layer(sinks=1, dt_bias=True)
+@pytest.mark.parametrize("options", [{"sinks": 1, "dt_bias": True}, BY_INPUT["input, dt_bias"]], ids=str)
+def test_copies_and_reset(options):
+    module, (q, k, v, _) = layer(**options), draw(torch.float32, requires_grad=False)
+    more, other = input_of(module), layer(**options)
+    out, before = module(q, k, v, **more), copy.deepcopy(module)
     other.load_state_dict(module.state_dict())
-    assert torch.equal(other(q, k, v), out)
-    old = module.dt_proj.weight.clone()
+    for twin in (other, before, pickle.loads(pickle.dumps(module))):
+        assert torch.equal(twin(q, k, v, **more), out) and repr(twin) == repr(module)
     module.reset_parameters()
-    assert not module.A.any() and not torch.equal(module.dt_proj.weight, old)
+    if module.width is None:
+        assert not module.A.any() and not torch.equal(module.dt_proj.weight, before.dt_proj.weight)
+    else:
+        assert "width=7" in repr(module) and not any(parameter.any() for parameter in module.parameters())
 
 
 # ---- scores of the layer's input ----
-WIDTH = 7
-
-
-def by_input(window=5, dtype=torch.float32, **options):
-    made = DynamicMaskAttention(HKV, D, window, scores="input", width=WIDTH, dtype=dtype, **options)
-    for parameter in made.parameters():
-        torch.nn.init.normal_(parameter)
-    return made, torch.randn(B, N, WIDTH, dtype=dtype)
-
-
-BY_INPUT = {"plain": {}, "dt_bias": {"dt_bias": True, "bias_delay": 3}, "kept": {"sinks": 1, "recent": 2},
-            "slope": {"slope": (0.3, -0.1)}, "heads": {"window": (4, 9)}}
+def by_input(**options):
+    made = layer(scores="input", width=WIDTH, **options)
+    return made, input_of(made)["x"]
 
 
 @pytest.mark.feature("numpy forward", "torch", "DynamicMaskAttention, scores of")
@@ -251,9 +262,8 @@ BY_INPUT = {"plain": {}, "dt_bias": {"dt_bias": True, "bias_delay": 3}, "kept": 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, float64])
 @pytest.mark.parametrize("padded", [False, True])
 def test_scores_of_the_input(options, dtype, padded):
-    module, x = by_input(dtype=dtype, **BY_INPUT[options])
-    q, k, v, _ = draw(dtype, requires_grad=False)
-    real = real_tokens("holes") if padded else None
+    module, (q, k, v, _) = layer(dtype=dtype, **BY_INPUT[options]), draw(dtype, requires_grad=False)
+    x, real = input_of(module, dtype)["x"], real_tokens("holes") if padded else None
     expected = problem(module, q, k, v, real, x=x)
     given = {"padding": real} if padded else {}
     x = x.masked_fill(~real[..., None], torch.nan).requires_grad_() if padded else x.requires_grad_()
@@ -261,16 +271,6 @@ def test_scores_of_the_input(options, dtype, padded):
     check(out, expected)
     found = gradients(out, (x, module.score_proj.weight))
     assert all(y.isfinite().all() and y.any() for y in found)
-
-
-@pytest.mark.feature("numpy backward", "torch", "DynamicMaskAttention, scores of")
-def test_gradients_of_scores_of_the_input():
-    for options in BY_INPUT.values():
-        (module, x), (q, k, v, _) = by_input(dtype=float64, **options), draw()
-        real = real_tokens("left")
-        assert torch.autograd.gradcheck(
-            lambda q, k, v, x, *_, module=module, real=real: module(q, k, v, x=x, padding=real),
-            (q, k, v, x.requires_grad_(), *module.parameters()), fast_mode=True)
 
 
 def test_the_input_s_scores_begin_as_a_window_and_learn_at_once():
@@ -283,31 +283,11 @@ def test_the_input_s_scores_begin_as_a_window_and_learn_at_once():
     assert module.score_proj.weight.grad.any() and list(module.state_dict()) == ["score_proj.weight"]
 
 
-@pytest.mark.feature("numpy forward", "torch", "DynamicMaskAttention, scores of")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("options", BY_INPUT)
-@torch.no_grad()
-def test_decoding_by_the_input(options, dtype):
-    module, x = by_input(dtype=dtype, **BY_INPUT[options])
-    q, k, v, _ = draw(dtype, requires_grad=False)
-    cache, outs = module.make_cache(B), []
-    for a, b in ((0, 7), (7, 8), (8, N)):
-        outs.append(module.extend(cache, *(y[:, a:b] for y in (q, k, v)), x=x[:, a:b]))
-    check(torch.cat(outs, 1), problem(module, q, k, v, x=x))
-
-
-def test_packed_sequences_by_the_input():
-    (module, x), (q, k, v, _) = by_input(3), draw(torch.float32, requires_grad=False)
-    out = module(q[0], k[0], v[0], x=x[0], cu_seqlens=torch.tensor([0, 7, 8, N]))
-    parts = [module(*(y[:1, a:b] for y in (q, k, v)), x=x[:1, a:b])[0] for a, b in ((0, 7), (7, 8), (8, N))]
-    torch.testing.assert_close(out, torch.cat(parts), rtol=0, atol=2e-6)
-    torch.testing.assert_close(module.scores(x[0]), module.scores(x[:1])[0])
-
-
 def test_other_projections_of_the_input():
     """A projection with a hook is called; a plain one is computed in float32, also under autocast, and compiles."""
     (module, x), (q, k, v, _) = by_input(), draw(torch.float32, requires_grad=False)
     out, half = module(q, k, v, x=x), copy.deepcopy(module).bfloat16()
+    torch.testing.assert_close(module.scores(x[0]), module.scores(x[:1])[0])
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(module.scores(x), module.scores(x.float())) and module.scores(x).dtype == torch.float32
     exact = torch.einsum("bnc,hc->bhn", x.bfloat16().double(), half.score_proj.weight.double())
@@ -320,17 +300,6 @@ def test_other_projections_of_the_input():
     module.score_proj.register_forward_hook(lambda *given: None)
     with pytest.raises(ValueError, match=r"score_proj must return a tensor of shape \(B, Lk, Hkv\) = \(2, 18, 2\)"):
         module(q, k, v, x=x)
-
-
-def test_copies_of_a_layer_by_the_input():
-    (module, x), (q, k, v, _) = by_input(dt_bias=True), draw(torch.float32, requires_grad=False)
-    other = by_input(dt_bias=True)[0]
-    other.load_state_dict(module.state_dict())
-    for again in (other, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-        assert torch.equal(again(q, k, v, x=x), module(q, k, v, x=x)) and repr(again) == repr(module)
-    assert "width=7" in repr(module)
-    module.reset_parameters()
-    assert not any(parameter.any() for parameter in module.parameters())
 
 
 def test_errors_about_the_input():

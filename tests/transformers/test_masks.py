@@ -123,10 +123,13 @@ def test_cumulative_lengths(causal):
     bounds = torch.tensor([0, 9, 21, 30], dtype=torch.int32)
     module = SimpleNamespace(is_causal=causal)
     for mask in (None, visibility(1, 30, 30, mask_function=FUNCTIONS["causal" if causal else "all"])):
-        out, _ = attention_forward(module, q, k, v, mask, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds)
+        out, weights = attention_forward(module, q, k, v, mask, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds)
+        assert weights is None
         for begin, end in bounds.unfold(0, 2, 1).tolist():
             part, _ = attention_forward(module, *(x[:, :, begin:end] for x in (q, k, v)))
             torch.testing.assert_close(out[:, begin:end], part)
+    with pytest.raises(NotImplementedError, match="one row"):
+        attention_forward(module, q[:, :, :9], k, v, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds)
 
 
 def test_cumulative_lengths_of_a_model():

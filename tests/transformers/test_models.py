@@ -216,20 +216,3 @@ def test_a_mask_made_by_hand(form):
     torch.testing.assert_close(model(**given, attention_mask=mask).logits, expected, rtol=0, atol=1e-4)
     with pytest.raises(NotImplementedError, match=r"needs padding \(B, K\)"):
         small.model_of("doge")(**given, attention_mask=mask)
-
-
-def test_cumulative_lengths_without_a_mask():
-    from cupy_dma.transformers import attention_forward
-
-    torch.manual_seed(0)
-    q, k, v = torch.randn(1, 4, 30, 16), torch.randn(1, 2, 30, 16), torch.randn(1, 2, 30, 16)
-    bounds = torch.tensor([0, 9, 21, 30], dtype=torch.int32)
-    layer = torch.nn.Identity()
-    layer.is_causal = True
-    out, weights = attention_forward(layer, q, k, v, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds)
-    assert weights is None
-    for begin, end in bounds.unfold(0, 2, 1).tolist():
-        part, _ = attention_forward(layer, *(x[:, :, begin:end] for x in (q, k, v)))
-        torch.testing.assert_close(out[:, begin:end], part)
-    with pytest.raises(NotImplementedError, match="one row"):
-        attention_forward(layer, q[:, :, :9], k, v, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds)

@@ -78,12 +78,19 @@ INSIDE = [(forward, "logits"), (forward, "weighted_sum"), (backward, "logits"), 
 
 
 @pytest.mark.parametrize(("module", "name"), INSIDE, ids=lambda x: getattr(x, "__name__", x))
-def test_products_have_one_thread(module, name, users, monkeypatch):
+@pytest.mark.parametrize("long", [of_backend.LONG, 1])
+def test_products_have_one_thread_and_pass_exceptions_on(module, name, long, users, monkeypatch):
+    """In the calling thread, and in those for long sequences."""
+    monkeypatch.setattr(of_backend, "LONG", long)
     seen: list[list[int]] = []
-    watch(monkeypatch, module, name, seen)
-    everything()
-    assert seen
-    assert all(number == 1 for numbers in seen for number in numbers)
+    with pytest.MonkeyPatch.context() as patch:
+        watch(patch, module, name, seen)
+        everything()
+    assert seen and all(number == 1 for numbers in seen for number in numbers)
+    assert threads() == users
+    watch(monkeypatch, module, name, [], fail=True)
+    with pytest.raises(FloatingPointError, match="in the middle"):
+        everything()
     assert threads() == users
 
 
@@ -107,14 +114,6 @@ def test_products_of_scores_have_one_thread(users, monkeypatch):
     everything()
     assert len(Watched.seen) >= 4
     assert all(number == 1 for numbers in Watched.seen for number in numbers)
-    assert threads() == users
-
-
-@pytest.mark.parametrize(("module", "name"), INSIDE, ids=lambda x: getattr(x, "__name__", x))
-def test_an_exception_restores_the_number(module, name, users, monkeypatch):
-    watch(monkeypatch, module, name, [], fail=True)
-    with pytest.raises(FloatingPointError):
-        everything()
     assert threads() == users
 
 
@@ -216,20 +215,6 @@ def test_long_sequences_have_threads(shape, users, monkeypatch):
     assert all(np.array_equal(x, y) for x, y in zip(found, expected))
     alone = users == [1] * len(users) or shape not in ((2, 2), (2, 4))
     assert (get_ident() in used and len(used) == 1) if alone else (get_ident() not in used)
-    assert threads() == users
-
-
-@pytest.mark.parametrize(("module", "name"), INSIDE, ids=lambda x: getattr(x, "__name__", x))
-def test_threads_have_one_blas_thread_and_pass_exceptions_on(module, name, users, monkeypatch):
-    monkeypatch.setattr(of_backend, "LONG", 1)
-    seen: list[list[int]] = []
-    with pytest.MonkeyPatch.context() as patch:
-        watch(patch, module, name, seen)
-        everything()
-    assert seen and all(number == 1 for numbers in seen for number in numbers)
-    watch(monkeypatch, module, name, [], fail=True)
-    with pytest.raises(FloatingPointError, match="in the middle"):
-        everything()
     assert threads() == users
 
 

@@ -137,7 +137,7 @@ def test_one_token_by_either_way():
 
 
 @pytest.mark.parametrize("lengths", [[1] * 24, [24], [5, 6, 1, 12]], ids=["steps", "whole", "pieces"])
-def test_what_nobody_sees_changes_nothing(lengths, convert):
+def test_nan_values_reach_only_queries_that_see_them(lengths, convert):
     """A NaN in a value propagates to queries that see it, and to none after it was evicted or removed."""
     history = History(length=24, sinks=1, recent=3, window=4)
     history.data["value"][:, 9, 0, 3] = np.nan

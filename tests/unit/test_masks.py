@@ -331,16 +331,24 @@ def test_the_stops_of_a_selection_make_the_same_mask(convert, rng):
         M.from_stop(convert.back(selected.stop), window=7)
 
 
-@pytest.mark.parametrize(("stop", "options", "error", "message"), [
-    (np.zeros(4, np.float32), {}, TypeError, "stop must be int32 or int64, got float32"),
-    (np.zeros((1, 1, 1, 4), int), {}, ValueError, r"stop must have 1 to 3 axes \(B, H, Lk\), got shape \(1, 1, 1, 4\)"),
-    (np.array(3), {}, ValueError, r"stop must have 1 to 3 axes"),
-    (np.zeros(4, int), {"window": 0}, ValueError, "window must be at least 1, got 0"),
-    (np.full(4, 9), {"window": 3}, ValueError, "that any position sees, 4 at position 3, got 3"),
+@pytest.mark.parametrize(("name", "array", "options", "error", "message"), [
+    ("stop", np.zeros(4, np.float32), {}, TypeError, "stop must be int32 or int64, got float32"),
+    ("stop", np.zeros((1, 1, 1, 4), int), {}, ValueError,
+     r"stop must have 1 to 3 axes \(B, H, Lk\), got shape \(1, 1, 1, 4\)"),
+    ("stop", np.array(3), {}, ValueError, r"stop must have 1 to 3 axes"),
+    ("stop", np.zeros(4, int), {"window": 0}, ValueError, "window must be at least 1, got 0"),
+    ("stop", np.full(4, 9), {"window": 3}, ValueError, "that any position sees, 4 at position 3, got 3"),
+    ("gate", np.zeros(4, int), {}, TypeError, "bias must be .*, got int64"),
+    ("gate", np.zeros((1, 1, 1, 4)), {}, ValueError,
+     r"bias must have 1 to 3 axes \(B, H, Lk\), got shape \(1, 1, 1, 4\)"),
+    ("gate", np.zeros(4), {"delay": 0}, ValueError, "delay must be at least 1, got 0"),
+    ("gate", np.zeros(4), {"threshold": np.nan}, ValueError, "threshold must be a finite number, got nan"),
+    ("gate", np.zeros(4), {"sinks": -1}, ValueError, "sinks must be at least 0, got -1"),
 ])
-def test_bad_stops(stop, options, error, message):
+def test_bad_stops_and_gates(name, array, options, error, message):
+    usual = {"delay": 1, "threshold": 0.0} if name == "gate" else {}
     with pytest.raises(error, match=message):
-        M.from_stop(stop, **options)
+        getattr(M, f"from_{name}")(array, **usual | options)
 
 
 @pytest.mark.parametrize("stop", [-2**63, -2**40, -2**31 - 1, 2**31, 2**40, 2**63 - 1])
@@ -376,18 +384,6 @@ def test_from_gate_is_the_definition(n, delay, sinks, data):
     for head, i, j in np.ndindex(2, n, n):
         forgotten = bias[0, head, j] < -0.5 and j >= sinks and i >= j + delay
         assert dense[0, head, i, j] == (j <= i and not forgotten)
-
-
-@pytest.mark.parametrize(("bias", "options", "error", "message"), [
-    (np.zeros(4, int), {}, TypeError, "bias must be .*, got int64"),
-    (np.zeros((1, 1, 1, 4)), {}, ValueError, r"bias must have 1 to 3 axes \(B, H, Lk\), got shape \(1, 1, 1, 4\)"),
-    (np.zeros(4), {"delay": 0}, ValueError, "delay must be at least 1, got 0"),
-    (np.zeros(4), {"threshold": np.nan}, ValueError, "threshold must be a finite number, got nan"),
-    (np.zeros(4), {"sinks": -1}, ValueError, "sinks must be at least 0, got -1"),
-])
-def test_bad_gates(bias, options, error, message):
-    with pytest.raises(error, match=message):
-        M.from_gate(bias, **{"delay": 1, "threshold": 0.0, **options})
 
 
 def seen_in_columns(columns: np.ndarray, causal: bool) -> np.ndarray:

@@ -71,7 +71,7 @@ def test_slots_are_the_same_computation(history, most, convert):
 @pytest.mark.parametrize("history", WAYS, ids=str)
 @pytest.mark.parametrize("most", [1, 7])
 @pytest.mark.parametrize("form", ["lengths", "cu_seqlens"])
-def test_what_is_committed_is_what_extend_appends(history, most, form, convert):
+def test_commit_appends_the_same_rows_as_extend(history, most, form, convert):
     """Rejected tokens leave no trace: the cache is bit for bit that of ``extend`` with the accepted ones."""
     rng = np.random.default_rng(1)
     cache, plain = history.cache(convert), history.cache(convert)

@@ -28,7 +28,7 @@ def replayed(history, stops, convert=np.asarray):
 @pytest.mark.parametrize("options", [
     {}, {"sinks": 2, "recent": 3}, {"window": (9, 3), "recent": 5}, {"bias_delay": 4, "scores": "hidden", "recent": 4},
     {"scores": "nan", "sinks": 1}, {"window": 50}, {"dtype": "bfloat16", "recent": 2}], ids=str)
-def test_stops_are_what_was_seen(options, lengths, convert):
+def test_stops_match_what_queries_saw(options, lengths, convert):
     """Stops match the visible keys at every step, and a replay is as accurate as the calls (specification, section
     12)."""
     history = History(**options, **RECORDED)

@@ -31,7 +31,7 @@ def serves(call: AttentionCall) -> bool:
 
 
 def attend(call: AttentionCall, out: np.ndarray, lse: np.ndarray) -> list[tuple[int, int]]:
-    """Write the rows of ``out`` and ``lse`` with small logits; which batch entries and kv heads are left."""
+    """Write ``out`` and ``lse`` for rows with small logits; returns the (batch entry, kv head) pairs that remain."""
     kind, group, own = widened(call.query.dtype), call.heads // call.kv_heads, (call.batch, call.kv_heads)
     with np.errstate(all="ignore"), one_blas_thread():
         q = host(call.query).reshape(call.batch, call.query_length, call.kv_heads, group, -1).transpose(0, 2, 3, 1, 4)

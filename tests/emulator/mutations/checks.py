@@ -249,6 +249,18 @@ def short_tiles() -> None:
         assert tiles == [count]
 
 
+def cut_tiles() -> None:
+    """Tiles cut by rows: a CTA gets none, and in the others a consumer without rows runs first, which takes no turns
+    with the one that has some. Queries that come by TMA and others."""
+    _, *rows = drawn(130, 900)
+
+    def check() -> None:
+        agrees(rows, 6e-3, "128x128", schedule_cases.num_sms(6), order=emulator.Order("backward", "backward"))
+
+    check()
+    queries_without_tma(check)()
+
+
 def queries_without_tma(check: Callable[[], None]) -> Callable[[], None]:
     def run() -> None:
         with mock.patch.object(sm90, "queries_map", lambda *_: None):
@@ -414,7 +426,7 @@ OWN: dict[str, Callable[[], None]] = {
     "sm90[swizzle groups]": no_room_in_l2("128x128", 2),
     "sm90[lists that do not fit]": no_room_in_l2("128x128", 4, rotation=3),
     "sm90[non-finite]": nonfinite_values,
-    "sm90[short tiles]": short_tiles,
+    "sm90[short tiles]": short_tiles, "sm90[cut tiles]": cut_tiles,
     "sm90[lists, queries without TMA]": queries_without_tma(sm90_forward("192x96", "lists")),
     **{f"sm90[splits, {kind}]": sm90_splits(kind) for kind in ("none", "lists", "non-finite", "nothing seen")},
     "sm90 backward[lists]": sm90_backward(),
@@ -433,7 +445,7 @@ OWN: dict[str, Callable[[], None]] = {
         5, 5, window=0, causal=True, length=300, queries=900, heads=(3, 1), bias=np.ones((1, 1, 300), np.float32)),
     "sm90 stored": sm90_stored(heads=(4, 2), length=500), "sm90 stored[3 heads]": sm90_stored(heads=(3, 1), length=501),
     "sm90 stored[chunks]": sm90_stored(lists=1, length=500),
-    "sm90 stored[40 blocks]": test_sm90_stored.many_blocks,
+    "sm90 stored[40 blocks]": test_sm90_stored.many_blocks, "sm90 stored[batch]": test_sm90_stored.a_batch_of_lists,
     "sm90 stored[unseen]": test_sm90_stored.test_rows_and_keys_that_do_not_count_may_hold_anything,
     "sm90 stored[a bad key]": test_sm90_stored.test_a_bad_key_leaves_rows_that_see_nothing_zero,
     "sm90 backward[D40]": sm90_backward(window=0, length=200, head_dim=40),

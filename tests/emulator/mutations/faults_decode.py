@@ -79,7 +79,7 @@ FAULTS = [
     Fault("a plan forgets the earlier tokens of a call", "decode/plan.cu", "kept[i].apply(change);", "", "several"),
     Fault("a plan forgets them in slots that it reads again", "decode/plan.cu",
           "for (int k = 0; k < t; ++k) slot.apply(changes[k]);", "", "several[slots]"),
-    Fault("a plan's warps do not wait for each other", "decode/plan.cu", "        __syncthreads();  // the change",
+    Fault("a plan's warps do not wait for each other", "decode/plan.cu", "        __syncthreads();  // `changes`",
           "        //", "several"),
     Fault("a plan's scores are all the first token's", "decode/plan.cu", "head.new_score(t);", "head.new_score(0);",
           "several"),

@@ -13,7 +13,7 @@ from cupy_dma.backends.cuda.lists.dense_mask import pack_mask
 from cupy_dma.backends.cuda.runtime.program import fresh
 from cupy_dma.backward import attention_backward
 from tests import emulator
-from tests.emulator.tests.test_forward import FORWARD, ORDERS, SCORE_CASES, bits
+from tests.emulator.tests.test_forward import FORWARD, ORDERS, SCORE_CASES, bits, check_order
 from tests.oracle import cases, reference, score_cases
 
 NAMES = ("float32-", "float16-D64", "bfloat16-D128", "bfloat16-D40", "float16-D3", "bfloat16-D256", "mask-",
@@ -71,11 +71,6 @@ def test_super_tiles(dtype, size, queries, keys):
         reference.check_norm(ours, other, 1e-3 if dtype == "float32" else 1e-2)
 
 
-@functools.cache
-def super_tiles_in_order():
-    return super_tiles("float16", 20)[0]
-
-
 @pytest.mark.parametrize("needs", [("query", "key", "value", "bias"), ("value",), ("query", "bias")], ids=str)
 @pytest.mark.parametrize(("batch", "mask_heads", "bias_heads"), [(1, 3, 6), (1, 1, 3), (2, 3, 3), (2, 6, 6)])
 def test_in_chunks(batch, mask_heads, bias_heads, needs, monkeypatch):
@@ -115,12 +110,18 @@ def test_the_gradient_of_a_bias_that_chunks_share_is_made_as_a_whole(monkeypatch
     test_in_chunks(1, 3, 1, ("query", "key", "value", "bias"), monkeypatch)
 
 
+def float16_super_tiles():
+    return super_tiles("float16", 20)[0]
+
+
+def dense_super_tiles():
+    return cases.run_backward(next(c for c in FORWARD if c.name == "dense-columns-full"), backend="emulator")
+
+
+@pytest.mark.parametrize("make", [float16_super_tiles, dense_super_tiles])
 @pytest.mark.parametrize("order", ORDERS, ids=str)
-def test_the_order_of_threads_and_blocks_changes_no_bit(order):
-    expected = super_tiles_in_order()
-    with emulator.using(order=order):
-        got = super_tiles("float16", 20)[0]
-    assert all(np.array_equal(bits(a), bits(b)) for a, b in zip(got, expected))
+def test_the_order_of_threads_and_blocks_changes_no_bit(order, make):
+    check_order(order, make)
 
 
 def dense_gradients(backend, dtype="float16"):
@@ -142,22 +143,18 @@ def dense_gradients(backend, dtype="float16"):
     return found
 
 
-@functools.cache
-def dense_gradients_in_order():
+def emulated_dense_gradients():
     return dense_gradients("emulator")
 
 
 @pytest.mark.parametrize("order", [None, *ORDERS], ids=str)
 def test_dense_masks_with_gaps(order):
-    expected = dense_gradients("numpy") if order is None else dense_gradients_in_order()
-    with emulator.using(**({} if order is None else {"order": order})):
-        got = dense_gradients("emulator")
-    for a, b in zip(got, expected):
-        if order is not None:
-            assert np.array_equal(bits(a), bits(b))
-        else:
-            assert np.array_equal(np.isfinite(a), np.isfinite(b))
-            reference.check_norm(*(np.where(np.isfinite(z), z, 0) for z in (a, b)))
+    if order is not None:
+        check_order(order, emulated_dense_gradients)
+        return
+    for a, b in zip(emulated_dense_gradients(), dense_gradients("numpy")):
+        assert np.array_equal(np.isfinite(a), np.isfinite(b))
+        reference.check_norm(*(np.where(np.isfinite(z), z, 0) for z in (a, b)))
 
 
 def super_mask(kind, heads, queries=300, keys=200):
@@ -239,20 +236,6 @@ def test_super_tiles_of_dense_masks(kind, heads, monkeypatch):
             assert found_blocks[block].tolist() == [first, end, len(keys), 0]
             assert numbers[block, :len(keys)].tolist() == keys.tolist()
         assert not found_blocks[len(wanted):].any()
-
-
-@functools.cache
-def in_order(case):
-    return cases.run_backward(case, backend="emulator")
-
-
-@pytest.mark.parametrize("order", ORDERS, ids=str)
-def test_dense_super_tiles_in_any_order(order):
-    case = next(c for c in FORWARD if c.name == "dense-columns-full")
-    expected = in_order(case)
-    with emulator.using(order=order):
-        got = cases.run_backward(case, backend="emulator")
-    assert all(np.array_equal(bits(a), bits(b)) for a, b in zip(got, expected))
 
 
 @pytest.mark.parametrize("needs", [("bias",), ("query",), ("key",), ("value", "bias"), ("query", "key", "bias")])

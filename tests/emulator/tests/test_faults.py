@@ -57,14 +57,6 @@ def test_collectives(order, build_name, rng):
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=str)
-def test_barriers(order):
-    x = np.arange(64, dtype=np.int32)
-    out = np.zeros(40, np.int32)
-    launch("barriers", out, x, threads=64, order=order)
-    assert (out == 36 + 1000 + 2000).all()
-
-
-@pytest.mark.parametrize("order", ORDERS, ids=str)
 def test_tickets_hand_over_what_other_blocks_did(order, rng):
     x = rng.integers(-50, 50, 32).astype(np.int32)
     out = np.zeros(4 + 4 + 6 + 64, np.int32)
@@ -74,29 +66,24 @@ def test_tickets_hand_over_what_other_blocks_did(order, rng):
         assert out[:4].tolist() == [*x[:6].reshape(3, 2).sum(1), x[:6].sum()] and not out[4:8].any()
 
 
-@pytest.mark.parametrize("order", ORDERS, ids=str)
-def test_shared_memory_and_atomics(order):
-    x = np.arange(32, dtype=np.int32)
-    out = np.zeros(32, np.int32)
-    launch("neighbours", out, x, order=order)
-    assert np.array_equal(out, (np.arange(32) ^ 1) + 32)
-
-
-def test_asynchronous_copies():
-    x = np.arange(128, dtype=np.int32)
-    out = np.full(64, -1, np.int32)
-    launch("copies", out, x)
-    assert np.array_equal(out[:32], x[::4]) and not out[32:].any()
+RIGHT = {  # kernel: threads, inputs (0, 1, ...), results, bytes of shared memory
+    "barriers": (64, 64, lambda x: np.full(40, 36 + 1000 + 2000), 0),
+    "neighbours": (32, 32, lambda x: (x ^ 1) + 32, 0),  # by shared memory and atomics
+    "copies": (32, 128, lambda x: np.append(x[::4], np.zeros(32)), 0),  # asynchronous ones
+    "pipeline": (128, 64, lambda x: 6 * x[63 - (x ^ 1)], 0),  # mbarriers, named ones: two warps produce, two consume
+    "majors": (128, 1536, lambda x: np.tile(x[:1024].reshape(64, 16) @ x[1024:].reshape(16, 32), (4, 1)), 12288)}
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 @pytest.mark.parametrize("build_name", ["watched", "plain"])
-def test_barriers_of_some_threads(order, build_name, rng):
-    """mbarriers and named barriers: two producer and two consumer warps with two stages."""
-    x = rng.integers(-50, 50, 64).astype(np.int32)
-    out = np.zeros(64, np.int32)
-    launch("pipeline", out, x, threads=128, order=order, build=build_name)
-    assert np.array_equal(out, 6 * x[63 - (np.arange(64) ^ 1)])
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_kernels(name, build_name, order):
+    threads, size, result, shared = RIGHT[name]
+    x = np.arange(size, dtype=np.int32) % 97
+    expected = result(x).ravel()
+    out = np.full(expected.size, -1, np.int32)
+    launch(name, out, x, threads=threads, shared=shared, order=order, build=build_name)
+    assert np.array_equal(out, expected)
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=str)
@@ -144,14 +131,6 @@ def test_tf32(rng):
     assert np.array_equal(rounded, reference.rounded_tf32(x), equal_nan=True)
     a, b = rounded[:128].reshape(16, 8).astype(np.float64), rounded[128:192].reshape(8, 8).astype(np.float64)
     np.testing.assert_allclose(product, a @ b, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("order", ORDERS, ids=str)
-def test_warpgroup_mmas_of_every_layout(order, rng):
-    x = rng.integers(-8, 8, 1024 + 512).astype(np.int32)
-    out = np.zeros((4, 64, 32), np.int32)
-    launch("majors", out, x, threads=128, shared=12 * 1024, order=order)
-    assert (out == x[:1024].reshape(64, 16) @ x[1024:].reshape(16, 32)).all()
 
 
 # ---- faults ----
@@ -239,7 +218,7 @@ def test_the_emulator_goes_on_after_a_fault():
     for name in ("deadlock", "overflow", "endless_recursion"):
         with pytest.raises(EmulatorError):
             launch(name, np.zeros(32, np.int32), np.full(32, 5, np.int32))
-    test_asynchronous_copies()
+    test_right_kernels("copies", "watched", ORDERS[0])
 
 
 def test_a_race_is_found_in_every_order():

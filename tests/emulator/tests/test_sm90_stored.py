@@ -160,8 +160,20 @@ def many_blocks() -> None:
         check(gradients("emulator", **options), **options)
 
 
-def test_many_blocks(launched):
-    many_blocks()
+def a_batch_of_lists() -> None:
+    """One to three blocks of keys for each head of each batch entry."""
+    key = np.arange(400, dtype=np.int32)
+    kept = np.random.default_rng(1).random((2, 2, 400)) < np.array([[[0.5], [0.1]], [[0.9], [0.5]]])
+    mask = with_bound(dma.IntervalMask(np.broadcast_to(key, kept.shape), np.where(kept, key + 100, 0)), (100, 1))
+    options: dict[str, Any] = {"window": 0, "queries": 300, "length": 400, "heads": (2, 2), "batch": 2, "head_dim": 16,
+                               "mask": mask}
+    with stored():
+        check(gradients("emulator", **options), **options)
+
+
+@pytest.mark.parametrize("lists", [many_blocks, a_batch_of_lists])
+def test_lists(lists, launched):
+    lists()
     assert launched.called
 
 

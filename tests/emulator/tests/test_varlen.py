@@ -1,6 +1,4 @@
 """Packed sequences and pages through the kernels on the CPU emulator, against the oracle of single sequences."""
-import functools
-
 import numpy as np
 import pytest
 
@@ -11,7 +9,7 @@ from cupy_dma.backends.cuda.runtime.program import run
 from cupy_dma.backward import varlen_attention_backward
 from cupy_dma.calls.sequences import sequences_of
 from tests import emulator
-from tests.emulator.tests.test_forward import ORDERS, bits
+from tests.emulator.tests.test_forward import ORDERS, bits, check_order
 from tests.oracle import schedule_cases
 from tests.oracle import varlen_cases as cases
 
@@ -70,17 +68,9 @@ def everything():
             *cases.run_backward(named("tail-none"), backend="emulator")]
 
 
-@functools.cache
-def everything_in_order():
-    return everything()
-
-
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 def test_the_order_of_threads_and_blocks_changes_no_bit(order):
-    expected = everything_in_order()
-    with emulator.using(order=order):
-        got = everything()
-    assert all(np.array_equal(bits(a), bits(b)) for a, b in zip(got, expected))
+    check_order(order, everything)
 
 
 def test_bad_queries_stay_in_their_sequence():

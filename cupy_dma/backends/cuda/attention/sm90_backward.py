@@ -35,14 +35,14 @@ BLOCK_M = 128  # of backward_dq.cu: rows of a tile
 THREADS = 384  # of either
 UNIT_QUERIES, POSTPROCESS_THREADS = 64, 256  # of backward_dq_postprocess.cu
 NAME_QUERY, NAME_KEYS = "Hopper gradient of queries", "Hopper gradients of keys"
-#: what lists of super-tiles and two passes cost: for each pair that a query keeps as much as so many pairs of keys in
-#: their own order in one pass, and so many steps of 64 x 128 of these on each SM beside them (docs/lab/grid.md)
+#: costs of lists of super-tiles with two passes, relative to one pass over keys in their own order: pairs per kept
+#: pair, and extra steps of 64 x 128 per SM (docs/lab/grid.md)
 LISTED_PAIR, LISTED_STEPS = 1.4, 6.0
 #: tiles of launch_dkv on each SM: with fewer, in two passes up to MAX_NARROW_DIM, the portable kernel with its smaller
 #: tiles is faster (docs/lab/backward.md, generation 44)
 MIN_TILES = 1.0
-#: in steps: what a tile or query split takes beside its own, a split without any, and the sums of splits, at all and
-#: for each number of a split's dk and dv (docs/lab/backward.md, generation 47)
+#: costs in steps: overhead of a tile or query split, of a split without steps, of summing splits, and per number of a
+#: split's dk and dv (docs/lab/backward.md, generation 47)
 TILE_STEPS, EMPTY_STEPS, SUM_STEPS, NUMBER_STEPS = 4.7, 1.7, 0.5, 0.57e-6
 MAX_QUERY_SPLITS, MIN_STEPS = 16, 2
 
@@ -210,7 +210,7 @@ def _best_splits(query_length: int, key_length: int, rows: int, group: int, head
 
 
 def _makespan(steps: list[int], rows: int, split: int, sms: int) -> float:
-    """Of tiles of so many steps, those of all rows, that SMs take split after split as they become free."""
+    """Predicted time, in steps, if SMs take the splits of these tiles one after another as they become free."""
     busy = [0.0] * sms
     for first in range(0, max(steps), split):
         for of_tile in steps:

@@ -183,7 +183,7 @@ def overridden(**overrides: Any) -> Iterator[None]:
 
 @contextmanager
 def fresh(**overrides: Any) -> Iterator[None]:
-    """Likewise, and programs are built anew for every call."""
+    """Like ``overridden``, but every call in this context builds its programs again."""
     global _kept
     before, _kept = _kept, False
     try:
