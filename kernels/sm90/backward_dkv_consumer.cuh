@@ -343,15 +343,23 @@ struct ConsumerBase {
             dbias[r] = 0.0f;
             if ((lane & 3) != 0 || row(r) >= t.count || results == nullptr) continue;
             const int group_heads = p.heads / p.kv_heads;
-            if (t.is_partial(p))
-                results[t.partial_row(p, row(r)) * group_heads + h] = sum;
+            if (has_partial_rows(t))
+                results[partial_row(t, row(r)) * group_heads + h] = sum;
             else
                 results[((long long)t.batch * p.heads + t.group * group_heads + h) * p.key_length + key_row(t, r)] = sum;
         }
     }
 
     // Whether the tile's sums are partial ones.
-    __device__ __forceinline__ bool is_partial(const KeyTile& t) const { return t.is_partial(p) || launch.is_split(); }
+    __device__ __forceinline__ bool is_partial(const KeyTile& t) const { return has_partial_rows(t) || launch.is_split(); }
+
+    __device__ __forceinline__ bool has_partial_rows(const KeyTile& t) const {
+        return KEYS == KEYS_SHARED ? t.first < 0 : t.is_partial(p);
+    }
+
+    __device__ __forceinline__ long long partial_row(const KeyTile& t, int row) const {
+        return KEYS == KEYS_SHARED ? ~t.first + row : t.partial_row(p, row);
+    }
 
     // A gradient, if it is wanted.
     __device__ __forceinline__ void write(const KeyTile& t, const Fragment (&x)[OUT_FRAGMENTS], ELEMENT* result,
@@ -361,8 +369,8 @@ struct ConsumerBase {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             if (row(r) >= t.count) continue;
-            const long long at = t.is_partial(p)
-                                     ? t.partial_row(p, row(r))
+            const long long at = has_partial_rows(t)
+                                     ? partial_row(t, row(r))
                                      : rows + ((long long)t.batch * p.key_length + key_row(t, r)) * p.kv_heads + t.group;
             for_each_pair(x, r, factor, [&](int column, float low, float high) {
                 if (is_partial(t))

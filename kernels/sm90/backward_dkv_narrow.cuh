@@ -172,7 +172,7 @@ struct Consumer : ConsumerBase {
                 if (i == total - LOOKAHEAD) release(stale);
             }
             advance<false>(t, h);
-            if (launch.is_split() && step != 0) write_bias(t, h);  // the split ends within a head
+            if (launch.has_parts() && step != 0) write_bias(t, h);  // the part ends within a head
         }  // else the host has set dbias to zeros
         if (KEY_STAGES == 1) release(stage);
         write(t, dv, p.dvalue, p.partial_value, 1.0f);

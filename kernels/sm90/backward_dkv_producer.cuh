@@ -94,12 +94,19 @@ __device__ __forceinline__ int load_meta(KeyTileMeta& meta, const BackwardDkvPar
         first_step = split * launch.steps_per_split;
         all_steps = max(0, min(all_steps - first_step, launch.steps_per_split));
     }
+#if KEYS == KEYS_SHARED
+    first_step = meta.ticket.first_step;
+    all_steps = max(0, min(all_steps - first_step, meta.ticket.steps));
+#endif
 #if DELAY
     last_far_from = __reduce_max_sync(ALL_LANES, last_far_from);
     if (lane == 0) meta.last_far_from = last_far_from;
 #endif
     if (lane == 0) {
         meta.tile = t;
+#if KEYS == KEYS_SHARED
+        if (meta.ticket.slot >= 0) meta.tile.first = ~(meta.ticket.slot * BLOCK_N);
+#endif
         meta.queries = queries;
         meta.steps = steps;
         meta.split = split;
@@ -165,13 +172,21 @@ __device__ __forceinline__ unsigned tile_of_number(const AttentionParams& p, uns
     return (first_row + rest / own) * tiles + first + rest % own;
 }
 
-// The next tile, by a warp, and which split of it; false if there are no more. Lists have tiles without keys, which have
-// no results either: they are passed over.
-__device__ __forceinline__ bool take_ticket(const BackwardDkvParams& launch, KeyTile& t, int& split) {
+// The next tile, by a warp, and which split of it (KEYS_SHARED: `meta.ticket`); false if there are no more. Lists have
+// tiles without keys, which have no results either: they are passed over.
+__device__ __forceinline__ bool take_ticket(KeyTileMeta& meta, const BackwardDkvParams& launch, KeyTile& t,
+                                            int& split) {
     do {
         unsigned ticket = 0;
         if ((threadIdx.x & 31) == 0) ticket = atomicAdd(launch.tickets, 1u);
         ticket = __shfl_sync(ALL_LANES, ticket, 0);
+#if KEYS == KEYS_SHARED
+        if (ticket >= static_cast<unsigned>(launch.plan.counts[0])) return false;
+        if ((threadIdx.x & 31) == 0) meta.ticket = launch.plan.tickets[ticket];
+        __syncwarp();
+        t = find_key_tile(launch.attention, meta.ticket.tile);
+        split = 0;
+#else
         if (ticket >= static_cast<unsigned>(launch.tiles)) return false;
         split = launch.is_split() ? ticket / launch.tiles_per_split : 0;
         unsigned number = ticket - split * launch.tiles_per_split;
@@ -179,6 +194,7 @@ __device__ __forceinline__ bool take_ticket(const BackwardDkvParams& launch, Key
         number += launch.stored.first_tile;
 #endif
         t = find_key_tile(launch.attention, tile_of_number(launch.attention, number));
+#endif
     } while (KEYS == KEYS_LISTED && t.count <= 0);
     return true;
 }
@@ -190,7 +206,7 @@ __device__ __forceinline__ void produce_keys(Shared& shared, const BackwardDkvPa
         barrier_wait(&shared.key_empty[stage], phase);
         KeyTile t;
         int split;
-        const bool found = take_ticket(launch, t, split);
+        const bool found = take_ticket(shared.meta[stage], launch, t, split);
         if (!found) {
             if ((threadIdx.x & 31) == 0) shared.meta[stage].steps = END;
         } else if (load_meta(shared.meta[stage], launch, t, split) > 0) {

@@ -16,6 +16,7 @@
 #include "common/params.cuh"
 #include "common/softmax.cuh"
 #include "sm90/backward_mma.cuh"
+#include "sm90/key_plan.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/swizzle.cuh"
 #if STORED
@@ -56,8 +57,13 @@ struct BackwardDkvParams {
 #if STORED
     StoredDs stored;
 #endif
+#if KEYS == KEYS_SHARED
+    KeyPlan plan;
+#endif
 
     __device__ __forceinline__ bool is_split() const { return KEYS == KEYS_CONTIGUOUS && steps_per_split > 0; }
+    // Whether a ticket may be a part of a tile.
+    __device__ __forceinline__ bool has_parts() const { return KEYS == KEYS_SHARED || is_split(); }
 };
 
 // Where the units of a sequence begin (or of a super-tile, or of all queries: sequence 0).
@@ -71,7 +77,10 @@ struct KeyTileMeta {
     int far_from[BLOCK_N];
     int last_far_from;  // the highest
 #endif
-    KeyTile tile;
+#if KEYS == KEYS_SHARED
+    Ticket ticket;
+#endif
+    KeyTile tile;  // KEYS_SHARED: of a split, `first` is ~ the row of its first key's partial sums
     QueryRange queries;
     int steps;  // of one head; END: there are no more tiles
     int split, first_step, all_steps;  // of the steps of all heads
@@ -84,8 +93,8 @@ struct KeyTileMeta {
 #endif
 
     // The head of the first step, and its number there.
-    __device__ __forceinline__ int first_head() const { return KEYS == KEYS_CONTIGUOUS ? first_step / max(steps, 1) : 0; }
-    __device__ __forceinline__ int first_of_head() const { return KEYS == KEYS_CONTIGUOUS ? first_step % max(steps, 1) : 0; }
+    __device__ __forceinline__ int first_head() const { return KEYS != KEYS_LISTED ? first_step / max(steps, 1) : 0; }
+    __device__ __forceinline__ int first_of_head() const { return KEYS != KEYS_LISTED ? first_step % max(steps, 1) : 0; }
 };
 constexpr int END = -1;
 

@@ -100,7 +100,7 @@ struct Consumer : ConsumerBase {
                 h += step == 0;
             }
             advance_keys<false>(t, h);
-            if (launch.is_split() && step != 0) write_bias(t, h);  // the split ends within a head
+            if (launch.has_parts() && step != 0) write_bias(t, h);  // the part ends within a head
         }
         release(key_stage);
         write(t, dk, p.dkey, p.partial_key, p.scale);

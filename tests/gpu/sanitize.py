@@ -26,7 +26,7 @@ import cupy_dma as dma
 from cupy_dma.arrays import numpy_dtype
 from cupy_dma.backends import cuda
 from cupy_dma.backends.cuda.attention import sm90_schedule, sm90_stored
-from cupy_dma.backends.cuda.attention.sm90_backward import QuerySplits
+from cupy_dma.backends.cuda.attention.sm90_splits import QuerySplits
 from cupy_dma.backends.cuda.attention.sm90_tiles import TILES, HopperTile
 from cupy_dma.backends.cuda.decode import step
 from cupy_dma.backends.cuda.runtime.device import CudaRuntime
@@ -147,16 +147,17 @@ def super_tiles() -> int:
 
 
 def lifetimes() -> int:
-    """Masks without a bound, forward and backward, portable and Hopper, in one pass and in two."""
+    """Masks without a bound, portable and Hopper, forward and backward, in one pass and two, whole tiles and splits."""
     rng, count = np.random.default_rng(0), 0
     kernels = [(False, None), (True, True), (True, False)] if cuda.runtime.hopper(0) else [(False, None)]
-    for size, keys, queries in ((64, 300, 300), (128, 260, 130), (40, 2200, 100)):
+    splits = QuerySplits(), QuerySplits(2, 2)
+    for (size, keys, queries), own in itertools.product(((64, 300, 300), (128, 260, 130), (40, 2200, 100)), splits):
         q, dout, k, v = (rng.standard_normal((1, n, heads, size)).astype(numpy_dtype("bfloat16"))
                          for n, heads in ((queries, 2), (queries, 2), (keys, 1), (keys, 1)))
         stop = (np.arange(keys) + np.exp(rng.normal(4, 1.5, (1, keys)))).astype(int)
         for hopper, one_pass in kernels:
             with (schedule_cases.hopper_gradients(one_pass), fresh(hopper=None if hopper else False,
-                                                                   query_splits=QuerySplits())):
+                                                                   query_splits=own)):
                 found = []
                 for move in (cupy.asarray, np.asarray):
                     *args, upstream = map(move, (q, k, v, dout))

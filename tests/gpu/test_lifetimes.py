@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import cupy_dma as dma
-from cupy_dma.backends.cuda.attention import sm90_backward
+from cupy_dma.backends.cuda.attention import sm90_splits
 from cupy_dma.backends.cuda.runtime.program import fresh
 from cupy_dma.backward import attention_backward, varlen_attention_backward
 from cupy_dma.masks.interval import NEVER
@@ -33,7 +33,7 @@ def test_gradients(keys, queries, heads, head_dim, hopper, one_pass, name):
     q, dout = normal(1, queries, heads[0], head_dim).bfloat16(), normal(1, queries, heads[0], head_dim).bfloat16()
     k, v = normal(1, keys, heads[1], head_dim).bfloat16(), normal(1, keys, heads[1], head_dim).bfloat16()
     bias = normal(1, heads[1], keys)
-    with schedule_cases.hopper_gradients(one_pass), fresh(query_splits=sm90_backward.QuerySplits()):
+    with schedule_cases.hopper_gradients(one_pass), fresh(query_splits=sm90_splits.QuerySplits()):
         with portable() if not hopper else fresh():
             out, lse = dma.attention(q, k, v, mask=mask, bias=bias, return_lse=True)
             found, again = (attention_backward(dout, q, k, v, out, lse, mask=mask, bias=bias,
@@ -43,6 +43,36 @@ def test_gradients(keys, queries, heads, head_dim, hopper, one_pass, name):
         assert one_pass or torch.equal(ours, twin)
         error, size = (ours.double() - expected).norm(), expected.norm()
         assert error <= 1e-2 * size
+
+
+@pytest.mark.parametrize("one_pass", [True, False], ids=["one pass", "two passes"])
+@pytest.mark.parametrize(("n", "heads", "head_dim", "steps"), [
+    (4096, (9, 3), 64, None), (4096, (9, 3), 64, 1), (1000, (3, 1), 128, 2), (3000, (2, 2), 128, None),
+    (900, (2, 1), 256, 2)])
+@pytest.mark.parametrize("kept", [0.0, 1 / 21, 1.0])
+def test_split_tiles(kept, n, heads, head_dim, steps, one_pass):
+    """Learned gates with a delay: tiles split as the device finds, and into splits of a few steps, against the portable
+    kernels; the same bits in two passes, and always of keys, values and biases."""
+    generator = torch.Generator("cuda").manual_seed(2)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator, device="cuda").bfloat16()
+
+    q, dout = normal(2, n, heads[0], head_dim), normal(2, n, heads[0], head_dim)
+    k, v = normal(2, n, heads[1], head_dim), normal(2, n, heads[1], head_dim)
+    open_gate = torch.rand(2, heads[1], n, generator=generator, device="cuda") < kept
+    bias = torch.where(open_gate, -0.1, -9.0)
+    given = {"mask": dma.IntervalMask.from_gate(bias, delay=64, threshold=-5.0), "bias": bias, "bias_delay": 64}
+    splits = None if steps is None else sm90_splits.QuerySplits(2, steps)
+    with schedule_cases.hopper_gradients(one_pass), fresh(query_splits=splits):
+        out, lse = dma.attention(q, k, v, **given, return_lse=True)
+        found, again = (attention_backward(dout, q, k, v, out, lse, **given, deterministic=not one_pass)
+                        for _ in range(2))
+    with portable():
+        expected = attention_backward(dout, q, k, v, out, lse, **given)
+    for name, ours, twin, other in zip(found._fields, found, again, expected):
+        assert torch.equal(ours, twin) or one_pass and name == "query"
+        assert (ours.double() - other.double()).norm() <= 1e-2 * other.double().norm()
 
 
 @pytest.mark.parametrize("hopper", [False, True])

@@ -339,6 +339,17 @@ def test_hopper_key_gradients_are_asynchronous(head_dim, keys, intervals, sequen
 
 
 @needs_compiler
+@pytest.mark.parametrize(("head_dim", "dquery"), [
+    case(64, True, quick=True), case(64, False, quick=False), case(128, True, quick=False),
+    case(256, False, quick=False)])
+def test_the_plan_of_tiles_spills_nothing(head_dim, dquery):
+    check_asynchronous(sm90_backward.HopperBackwardDkvPlanConfig(
+        **hopper_gradients(head_dim, FEATURES[3]), keys="KEYS_SHARED", intervals=False, dquery=dquery, sequences=False,
+        block_q=sm90_backward.block_q(head_dim, dquery, True), stages=sm90_backward.STAGES, bits=False,
+        key_stages=sm90_backward.key_stages(head_dim, dquery)), allowed=0)
+
+
+@needs_compiler
 @pytest.mark.parametrize(("head_dim", "heads", "features", "delay"), [
     case(128, 2, FEATURES[0], False, quick=True), case(64, 1, FEATURES[1], True, quick=False),
     case(40, 4, FEATURES[2], False, quick=False), case(128, 4, FEATURES[3], False, quick=False),

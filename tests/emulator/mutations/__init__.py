@@ -4,6 +4,7 @@
     faults_sm90.py            faults by the kernel they break: the Hopper forward,
     faults_sm90_backward.py   the Hopper key gradients,
     faults_sm90_stored.py     the Hopper query gradient from stored dS,
+    faults_key_plan.py        the plan of the Hopper key gradients by lifetime,
     faults_attention.py       the portable attention kernels,
     faults_select.py          scores and selection,
     faults_lists.py           key lists,

@@ -11,7 +11,7 @@ import pytest
 import cupy_dma as dma
 from cupy_dma.arrays import library_named, numpy_dtype
 from cupy_dma.backends.cuda.attention import sm90, sm90_schedule
-from cupy_dma.backends.cuda.attention import sm90_backward as kernels_backward
+from cupy_dma.backends.cuda.attention.sm90_splits import QuerySplits
 from cupy_dma.backends.cuda.runtime.program import fresh, overridden
 from cupy_dma.masks.interval import Hints
 from tests import emulator
@@ -22,6 +22,7 @@ from tests.emulator.tests import (
     test_decode,
     test_documents,
     test_forward,
+    test_key_plan,
     test_lifetimes,
     test_numerics,
     test_quantized_rows,
@@ -332,7 +333,7 @@ def sm90_backward(num_sms: int = 1, order: emulator.Order | None = None, **optio
 def sm90_backward_splits(count: int, steps: int, **options: Any) -> Callable[[], None]:
     """Query splits, some of which begin within a head."""
     def check() -> None:
-        with fresh(query_splits=kernels_backward.QuerySplits(count, steps)):
+        with fresh(query_splits=QuerySplits(count, steps)):
             sm90_backward(num_sms=2, **options)()
 
     return check
@@ -513,6 +514,16 @@ CHECKS: dict[str, Callable[[], None]] = {
         "a few", "most of them empty", "ids, chunks", "ids in a few words", "ids in columns", "one id, chunks")},
     "test_the_order_is_that_of_numpy": elsewhere(test_lifetimes.test_the_order_is_that_of_numpy, 5000, 5000,
                                                  "lognormal"),
+    "key plan": elsewhere(test_key_plan.test_tickets_cover_each_step_once, 5000, 5000, 3, 64, True, 0, "lognormal"),
+    "key plan[nothing seen]":
+        elsewhere(test_key_plan.test_tickets_cover_each_step_once, 300, 300, 1, 64, True, 1, "nothing"),
+    "key plan[one step]":
+        elsewhere(test_key_plan.test_tickets_cover_each_step_once, 300, 300, 1, 64, True, 1, "everything"),
+    "key plan[any threads]": test_key_plan.test_the_plan_of_any_threads,
+    "split tiles": elsewhere(test_key_plan.test_gradients_of_split_tiles, *test_key_plan.SHAPES[0], True, "survivors"),
+    "split tiles[D256]":
+        elsewhere(test_key_plan.test_those_of_other_shapes, 200, 230, 1, (2, 1), 256, 2, True, "survivors"),
+    "split tiles[delay]": elsewhere(test_key_plan.test_splits_that_a_bias_leaves_without_steps, True),
     "delay": delay("portable", "delay-65-top_w-bfloat16"),
     "delay[sequences]": packed_delay("portable", "delay-30-top_w"),
     "delay[Hopper]": delay("Hopper, one pass", "delay-100-long-survivors-D64-0"),

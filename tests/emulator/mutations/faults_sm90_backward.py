@@ -73,7 +73,7 @@ FAULTS = [
     Fault("the bias has the first head of its group alone", "common/sums.cu", "p.splits, all, p.group",
           "p.splits, all, 1", SPLITS),
     Fault("the bias of a head that a split leaves is not written", NARROW,
-          "            if (launch.is_split() && step != 0) write_bias(t, h);  // the split ends within a head\n", "",
+          "            if (launch.has_parts() && step != 0) write_bias(t, h);  // the part ends within a head\n", "",
           SPLITS),
     Fault("both stages of keys have the phase of the first", TILES, "return phases >> stage & 1;",
           "return phases & 1;", LISTS),
@@ -164,7 +164,7 @@ FAULTS = [
           CAUSAL),
     # ---- values ----
     Fault("all tiles of a super-tile write the rows of its first", CONSUMER,
-          "? t.partial_row(p, row(r))\n", "? t.partial_row(p, row(r)) - t.first\n", LISTS),
+          "? partial_row(t, row(r))\n", "? partial_row(t, row(r)) - t.first\n", LISTS),
     Fault("dbias goes on from head to head", CONSUMER, "            dbias[r] = 0.0f;\n            if ((lane",
           "            if ((lane", LISTS),
     Fault("dk without the scale", NARROW, "p.partial_key, p.scale);", "p.partial_key, 1.0f);", LISTS),

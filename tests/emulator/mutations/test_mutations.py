@@ -12,6 +12,7 @@ from tests import emulator
 from tests.emulator.mutations import (
     faults_attention,
     faults_decode,
+    faults_key_plan,
     faults_lists,
     faults_select,
     faults_sm90,
@@ -20,8 +21,8 @@ from tests.emulator.mutations import (
 )
 from tests.emulator.mutations.checks import CHECKS, OWN
 
-FAULTS = [*faults_sm90.FAULTS, *faults_sm90_backward.FAULTS, *faults_sm90_stored.FAULTS, *faults_attention.FAULTS,
-          *faults_select.FAULTS, *faults_lists.FAULTS, *faults_decode.FAULTS]
+FAULTS = [*faults_sm90.FAULTS, *faults_sm90_backward.FAULTS, *faults_sm90_stored.FAULTS, *faults_key_plan.FAULTS,
+          *faults_attention.FAULTS, *faults_select.FAULTS, *faults_lists.FAULTS, *faults_decode.FAULTS]
 
 
 @pytest.fixture(autouse=True)

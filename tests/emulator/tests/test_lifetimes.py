@@ -7,7 +7,7 @@ import pytest
 
 import cupy_dma as dma
 from cupy_dma.arrays import describe
-from cupy_dma.backends.cuda.attention import sm90_backward
+from cupy_dma.backends.cuda.attention import sm90_splits
 from cupy_dma.backends.cuda.lists import intervals
 from cupy_dma.backends.cuda.lists.intervals import SUMMARY_SIZES
 from cupy_dma.backends.cuda.lists.varlen import mask_of_rows
@@ -245,7 +245,7 @@ def check_gradients(keys: int, queries: int, heads: tuple[int, int], head_dim: i
         k[0, unseen.T] = v[0, unseen.T] = np.nan  # invisible keys may hold anything
         given = {"mask": mask, "bias": bias, "causal": causal, "backend": "emulator"}
         with ((emulator.hopper_gpu if hopper else emulator.using)(), schedule_cases.hopper_gradients(one_pass),
-              fresh(query_splits=sm90_backward.QuerySplits())):
+              fresh(query_splits=sm90_splits.QuerySplits())):
             out, lse = dma.attention(q, k, v, **given, return_lse=True)
             first, second = (attention_backward(dout, q, k, v, out, lse, **given, deterministic=not one_pass)
                              for _ in range(2))

@@ -13,7 +13,7 @@ import pytest
 
 import cupy_dma as dma
 from cupy_dma.arrays import numpy_dtype
-from cupy_dma.backends.cuda.attention import sm90_backward
+from cupy_dma.backends.cuda.attention import sm90_backward, sm90_splits
 from cupy_dma.backends.cuda.runtime.program import fresh
 from cupy_dma.backward import attention_backward, varlen_attention_backward
 from tests import emulator
@@ -229,7 +229,7 @@ def test_query_splits(options, count, steps, deterministic, served):
     options = {"window": 0, "deterministic": deterministic, "bias": (1, options["heads"][1]), **options}
     bias = np.linspace(0, 1, options.get("length", 700), dtype=np.float32)
     options["bias"] = np.broadcast_to(bias, (*options["bias"], bias.size)).copy()
-    splits = sm90_backward.QuerySplits(count, steps)
+    splits = sm90_splits.QuerySplits(count, steps)
     with fresh(query_splits=splits):
         found = gradients("emulator", **options)
         with emulator.hopper_gpu(order=ORDERS[-1]), schedule_cases.num_sms(3):
@@ -242,11 +242,11 @@ def test_query_splits(options, count, steps, deterministic, served):
 
 def test_number_of_query_splits():
     """On 132 SMs, few tiles are split and many are not; every step belongs to a split."""
-    few = sm90_backward._best_splits(2048, 2048, 3, 2, 128, 64, True, 132)
+    few = sm90_splits._best_splits(2048, 2048, 3, 2, 128, 64, True, 132)
     assert few.count > 1 and few.count * few.steps >= 2 * 2048 // 64 > (few.count - 1) * few.steps
-    assert sm90_backward._best_splits(1024, 1024, 8, 2, 128, 64, True, 132) == sm90_backward.QuerySplits(3, 11)
+    assert sm90_splits._best_splits(1024, 1024, 8, 2, 128, 64, True, 132) == sm90_splits.QuerySplits(3, 11)
     for length, rows in ((16384, 8), (4096, 8), (128, 1)):
-        assert sm90_backward._best_splits(length, length, rows, 1, 128, 64, True, 132) == sm90_backward.QuerySplits()
+        assert sm90_splits._best_splits(length, length, rows, 1, 128, 64, True, 132) == sm90_splits.QuerySplits()
 
 
 @pytest.mark.parametrize("options", [

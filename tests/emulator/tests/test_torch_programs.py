@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import cupy_dma as dma
-from cupy_dma.backends.cuda.attention import flash_decode, last_queries, sm90_backward
+from cupy_dma.backends.cuda.attention import backward, flash_decode, last_queries, sm90_splits
 from cupy_dma.backends.cuda.chain import Chain
 from cupy_dma.backends.cuda.lists import intervals
 from cupy_dma.backends.cuda.runtime.program import fresh
@@ -178,8 +178,8 @@ def test_from_scores(batch, window, device, chain_runs):
 def test_no_separate_launch_clears_sums(chain_runs, monkeypatch):
     """A one-pass backward with query splits needs no separate clearing: its first kernel clears dq, dbias and
     counters."""
-    splits, cleared = sm90_backward.QuerySplits(3, 4), []
-    monkeypatch.setattr(sm90_backward, "query_splits_of", lambda *_: splits)
+    splits, cleared = sm90_splits.QuerySplits(3, 4), []
+    monkeypatch.setattr(backward, "query_splits_of", lambda *_: splits)
     with emulator.hopper_gpu() as runtime:
         clear = runtime.clear
         monkeypatch.setattr(runtime, "clear", lambda *own: cleared.append(own[1]) or clear(*own))

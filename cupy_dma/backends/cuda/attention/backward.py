@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from cupy_dma.arrays import Operand
 from cupy_dma.backends.cuda.attention import sm90_backward, sm90_stored
 from cupy_dma.backends.cuda.attention.problem import Problem, rows_aligned
+from cupy_dma.backends.cuda.attention.sm90_splits import KeyPlan, QuerySplits, key_plan_of, query_splits_of
 from cupy_dma.backends.cuda.attention.tiles import backward_dbias_tile, backward_dkv_tile, backward_dq_tile
 from cupy_dma.backends.cuda.lists.dense_macro_tiles import DenseSupers, dense_supers
 from cupy_dma.backends.cuda.lists.intervals import Fields, KeyOrder, SuperLists, key_order, super_lists
@@ -81,7 +82,8 @@ class _Passes:
     entries: int  # of those lists, of all rows
     order: KeyOrder | None  # of an interval mask without a bound
     stored: sm90_stored.Chunks | None  # of the lists, where the Hopper key pass stores dS
-    splits: sm90_backward.QuerySplits  # of the Hopper kernel's tiles of keys
+    splits: QuerySplits  # of the Hopper kernel's tiles of keys in their own order
+    plan: KeyPlan | None  # of its tiles of keys in the order of their lifetimes
     bias_heads: int  # of the dbias that kernels write
 
     @property
@@ -98,8 +100,8 @@ def _passes(build: Builder, call: AttentionBackwardCall, problem: Problem) -> _P
     served, one_pass_wanted = (build, call, problem, vector), build.overrides.one_pass
     hopper_keys = build.takes(sm90_backward.NAME_KEYS, sm90_backward.reasons_keys(*served))
     hopper_query = build.takes(sm90_backward.NAME_QUERY, sm90_backward.reasons_query(*served))
-    one_pass, supers, dense, entries = False, None, None, 0
-    splits, bias_heads = sm90_backward.QuerySplits(), own.heads
+    one_pass, supers, dense, entries, order, plan = False, None, None, 0, None, None
+    splits, bias_heads = QuerySplits(), own.heads
     if any(wanted):
         can_one_pass = hopper_keys and one_pass_wanted is not False and sm90_backward.can_one_pass(call, problem)
         packed = problem.packed_mask(build)
@@ -117,22 +119,22 @@ def _passes(build: Builder, call: AttentionBackwardCall, problem: Problem) -> _P
         if hopper_keys and not one_pass and build.overrides.hopper is None:
             hopper_keys = build.takes(sm90_backward.NAME_KEYS, [] if sm90_backward.has_enough_tiles(
                 build.runtime, call, problem, entries) else ["too few tiles for two passes"])
-        if hopper_keys:
-            splits = build.overrides.query_splits or sm90_backward.query_splits_of(
-                build.runtime, call, problem, entries, one_pass)
+        if problem.mask is not None and packed is None and not problem.by_head:
+            order = key_order(build, problem.mask, own.query_length, problem.causal, own.sequences)
+        if hopper_keys and order is not None:
+            plan = key_plan_of(build, call, problem, one_pass)
+        elif hopper_keys:
+            splits = build.overrides.query_splits or query_splits_of(build.runtime, call, problem, entries, one_pass)
             bias = own.bias
             if splits.count > 1 and bias is not None and (bias.shape[0], bias.shape[3]) == own.key.shape[:2]:
                 bias_heads = bias.shape[1]
-    order = None
-    if any(wanted) and splits.count == 1 and problem.mask is not None and packed is None and not problem.by_head:
-        order = key_order(build, problem.mask, own.query_length, problem.causal, own.sequences)
     stored = None
     if hopper_keys and not one_pass and build.overrides.stored is not False and build.takes(
             sm90_stored.NAME, sm90_stored.reasons(call, problem, supers, bool(build.overrides.stored))):
         stored = sm90_stored.chunks_of(call, supers)
     queries_first = hopper_query and not one_pass and stored is None and own.head_dim <= sm90_backward.MAX_NARROW_DIM
     return _Passes(wanted, dense_bias, vector, hopper_keys, hopper_query, one_pass, queries_first, supers, dense,
-                   entries, order, stored, splits, bias_heads)
+                   entries, order, stored, splits, plan, bias_heads)
 
 
 def _key_tile(build: Builder, call: AttentionBackwardCall, problem: Problem) -> KeyTile:
@@ -212,7 +214,9 @@ class _Backward:
             return None, None, None, Packed(bytes(16))
         sums = sm90_backward.query_sums(self.call, problem) if passes.one_pass else 0
         bias_sums = 0
-        if passes.splits.count > 1 and passes.wanted[2]:
+        if passes.wanted[2] and passes.plan is not None:
+            bias_sums = passes.plan.rows * (self.heads // self.key.shape[2])
+        elif passes.wanted[2] and passes.splits.count > 1:
             bias_sums = passes.splits.count * self.batch * self.heads * self.key.shape[1]
         counters = 2 if passes.stored is None else 2 * passes.stored.number
         pieces = blocks(sums + bias_sums + counters, 4)
@@ -248,8 +252,11 @@ class _Backward:
         (lists, partial) = self._lists()
         sizes = dict(zip(("partial_key", "partial_value", "partial_bias"),
                          (head_dim, head_dim, self.heads // kv_heads)))
-        partials = {name: build.empty((entries * size,), "float32").ref
-                    for (name, size), wanted in zip(sizes.items(), passes.wanted) if wanted and partial}
+        rows = passes.plan.rows if passes.plan is not None else entries if partial else 0
+        partials = {name: build.empty((rows * size,), "float32").ref
+                    for (name, size), wanted in zip(sizes.items(), passes.wanted) if wanted and rows}
+        if passes.plan is not None and "partial_bias" in partials and bias_sums is not None:
+            partials["partial_bias"] = bias_sums  # zeros: a split writes those of heads that it has steps of
         fields = {**fields, **lists, **partials}
         if passes.stored is not None:
             assert tickets is not None
@@ -257,7 +264,7 @@ class _Backward:
         elif passes.hopper_keys:
             assert tickets is not None
             sm90_backward.launch_dkv(build, self.call, problem, passes.keys, entries, fields, tickets + 4,
-                                     passes.splits, sums)
+                                     passes.splits, sums, plan=passes.plan)
         else:
             self._portable_key_gradients(fields)
         if entries:
@@ -290,7 +297,8 @@ class _Backward:
             assert packed is not None
             return {**packed.fields, **passes.dense.fields}, passes.dense.partial
         if passes.order is not None:
-            return {"list": passes.order.fields["order"]}, False
+            fields, block_n = passes.order.fields, sm90_backward.block_n(self.head_dim)
+            return {"list": fields["order"], "summaries": fields[f"summaries_{block_n}"]}, False
         return ({}, False) if passes.supers is None else (passes.supers.fields, True)
 
     def _portable_key_gradients(self, fields: Fields) -> None:

@@ -8,9 +8,7 @@ formula loses the logits; the portable kernels do the rest and give the same num
 """
 from __future__ import annotations
 
-import functools
-import heapq
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from cupy_dma.arrays import Operand
@@ -25,6 +23,7 @@ from cupy_dma.backends.cuda.runtime.device import Runtime
 from cupy_dma.backends.cuda.runtime.params import Packed, Ref, pack_pointer
 
 if TYPE_CHECKING:
+    from cupy_dma.backends.cuda.attention.sm90_splits import KeyPlan, QuerySplits
     from cupy_dma.calls.types import AttentionBackwardCall
 
 MAX_NARROW_DIM = 128  # above it (WIDE in the kernels) there is no one pass, and launch_dq does not make delta
@@ -34,6 +33,7 @@ STAGES = 2  # of queries, of backward_dkv.cu
 BLOCK_M = 128  # of backward_dq.cu: rows of a tile
 THREADS = 384  # of either
 UNIT_QUERIES, POSTPROCESS_THREADS = 64, 256  # of backward_dq_postprocess.cu
+PLAN_THREADS, ADD_THREADS, ADD_PIECES = 512, 256, 8  # of backward_dkv_plan.cu
 NAME_QUERY, NAME_KEYS = "Hopper gradient of queries", "Hopper gradients of keys"
 #: costs of lists of super-tiles with two passes, relative to one pass over keys in their own order: pairs per kept
 #: pair, and extra steps of 64 x 128 per SM (docs/lab/grid.md)
@@ -41,10 +41,6 @@ LISTED_PAIR, LISTED_STEPS = 1.4, 6.0
 #: tiles of launch_dkv on each SM: with fewer, in two passes up to MAX_NARROW_DIM, the portable kernel with its smaller
 #: tiles is faster (docs/lab/backward.md, generation 44)
 MIN_TILES = 1.0
-#: costs in steps: overhead of a tile or query split, of a split without steps, of summing splits, and per number of a
-#: split's dk and dv (docs/lab/backward.md, generation 47)
-TILE_STEPS, EMPTY_STEPS, SUM_STEPS, NUMBER_STEPS = 4.7, 1.7, 0.5, 0.57e-6
-MAX_QUERY_SPLITS, MIN_STEPS = 16, 2
 
 
 @dataclass(frozen=True)
@@ -110,6 +106,11 @@ class HopperBackwardDqPostprocessConfig(HopperBackwardDkvConfig):
     source = "sm90/backward_dq_postprocess.cu"
 
 
+@dataclass(frozen=True)
+class HopperBackwardDkvPlanConfig(HopperBackwardDkvConfig):
+    source = "sm90/backward_dkv_plan.cu"
+
+
 def _against(build: Builder, call: AttentionBackwardCall, problem: Problem, vector: bool) -> list[str]:
     """Why neither takes a call. ``vector``: all rows are aligned."""
     softcap = call.forward.softcap
@@ -165,69 +166,14 @@ def lists_pay(runtime: Runtime, call: AttentionBackwardCall, problem: Problem) -
     return saved > LISTED_STEPS * 64 * 128 * runtime.num_sms(own.query.device.index)
 
 
-@dataclass(frozen=True, slots=True)
-class QuerySplits:
-    """Tiles of keys in their own order are split along their queries into ``count`` of ``steps`` steps. The sums of
-    splits are added afterwards; 1 and 0: not split."""
-
-    count: int = 1
-    steps: int = 0
-
-
-def query_splits_of(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, entries: int,
-                    one_pass: bool) -> QuerySplits:
-    """How ``launch_dkv`` splits tiles; ``entries`` and ``one_pass`` as there."""
-    query, key, mask = call.forward.query, call.forward.key, problem.mask
-    if entries or problem.count:
-        return QuerySplits()
-    from_key = problem.causal or mask is not None and mask._starts == "key"  # no query sees a key that comes later
-    return _best_splits(query.shape[1], key.shape[1], key.shape[0] * key.shape[2], query.shape[2] // key.shape[2],
-                        key.shape[3], block_q(key.shape[3], one_pass, problem.delay), from_key,
-                        runtime.num_sms(query.device.index))
-
-
-@functools.lru_cache(maxsize=1024)
-def _best_splits(query_length: int, key_length: int, rows: int, group: int, head_dim: int, per_step: int,
-                 from_key: bool, sms: int) -> QuerySplits:
-    """The splits with the least makespan. ``rows``: kv heads of all batch entries; ``per_step``: queries of a step."""
-    size = block_n(head_dim)
-    tiles, most_tickets = blocks(key_length, size), 4 * sms  # more were not the best of any call that was measured
-    firsts = [max(0, i * size - (key_length - query_length)) // UNIT_QUERIES * UNIT_QUERIES if from_key else 0
-              for i in range(tiles)]
-    if 2 * rows * tiles > most_tickets:
-        return QuerySplits()
-    steps = [group * blocks(max(0, query_length - first), per_step) for first in firsts]
-    sums = NUMBER_STEPS * 2 * rows * key_length * head_dim
-    least, best = _makespan(steps, rows, max(steps), sms), QuerySplits()
-    # Not only even splits: what is left of a tile that has fewer steps than others may be the whole of it.
-    for split in sorted({blocks(4 * max(steps), quarters) for quarters in range(5, 4 * MAX_QUERY_SPLITS + 1)}):
-        count = blocks(max(steps), split)
-        if split >= MIN_STEPS and count > 1 and count * rows * tiles <= most_tickets:
-            time = _makespan(steps, rows, split, sms) + SUM_STEPS + count * sums
-            if time < least:
-                least, best = time, QuerySplits(count, split)
-    return best
-
-
-def _makespan(steps: list[int], rows: int, split: int, sms: int) -> float:
-    """Predicted time, in steps, if SMs take the splits of these tiles one after another as they become free."""
-    busy = [0.0] * sms
-    for first in range(0, max(steps), split):
-        for of_tile in steps:
-            own = min(split, of_tile - first)
-            for _ in range(rows):
-                heapq.heapreplace(busy, busy[0] + (own + TILE_STEPS if own > 0 else EMPTY_STEPS))
-    return max(busy)
-
-
 def has_enough_tiles(runtime: Runtime, call: AttentionBackwardCall, problem: Problem, entries: int) -> bool:
     """Whether ``launch_dkv`` keeps the GPU busy in two passes, if not by query splits; ``entries`` as there."""
     query = call.forward.query
     return (query.shape[3] > MAX_NARROW_DIM or not (entries or problem.count)
-            or _key_tiles(call, problem, entries) > MIN_TILES * runtime.num_sms(query.device.index))
+            or key_tiles(call, problem, entries) > MIN_TILES * runtime.num_sms(query.device.index))
 
 
-def _key_tiles(call: AttentionBackwardCall, problem: Problem, entries: int) -> int:
+def key_tiles(call: AttentionBackwardCall, problem: Problem, entries: int) -> int:
     batch, key_length, kv_heads, head_dim = call.forward.key.shape
     size = block_n(head_dim)
     return entries // size if entries else batch * kv_heads * tile_count(key_length, size, problem.count)
@@ -290,12 +236,14 @@ def query_sums(call: AttentionBackwardCall, problem: Problem) -> int:
 
 
 def launch_dkv(build: Builder, call: AttentionBackwardCall, problem: Problem, keys: str, entries: int, fields: Fields,
-               tickets: Ref, splits: QuerySplits, sums: Ref | None, stored: tuple[int, Packed] | None = None) -> None:
+               tickets: Ref, splits: QuerySplits, sums: Ref | None, stored: tuple[int, Packed] | None = None,
+               plan: KeyPlan | None = None) -> None:
     """Writes the gradients of keys, values and bias, or with lists of super-tiles, of so many ``entries``, their sums
     over these, or those of ``splits``; and with ``sums``, the address of so many zeros as ``query_sums``, that of
     queries, from ``delta``. ``keys``: their order. ``fields`` and ``tickets`` as in ``launch_dq``, with the lists and
     where sums over tiles or splits go. ``stored``: of how many tiles dS is stored, which are all that are taken, and
-    the parameters of that (``StoredDs`` in the kernel's files)."""
+    the parameters of that (``StoredDs`` in the kernel's files). ``plan``: of keys in the order of their lifetimes; it
+    adds the sums of their splits, too."""
     query, key, one_pass = call.forward.query, call.forward.key, sums is not None
     head_dim = key.shape[3]
     narrow = keys != "KEYS_CONTIGUOUS" or problem.delay
@@ -305,20 +253,24 @@ def launch_dkv(build: Builder, call: AttentionBackwardCall, problem: Problem, ke
         intervals=problem.tests_intervals, causal=problem.tests_causality, bias=problem.bias_kind,
         softcap=call.forward.softcap > 0.0, sequences=problem.count > 0, bits=problem.bits, delay=problem.delay,
         dquery=one_pass, stored=stored is not None)
-    tiles, of_stored = stored or (_key_tiles(call, problem, entries), b"")
+    tiles, of_stored = stored or (key_tiles(call, problem, entries), b"")
     query_units = tile_count(query.shape[1], UNIT_QUERIES, problem.count)
     params = problem.pack(None, **fields) + _tickets(tickets, tiles * splits.count) + query_units.to_bytes(4, "little")
     params += pack_pointer(sums or 0) + splits.steps.to_bytes(4, "little") + tiles.to_bytes(4, "little")
-    params += of_stored
+    params += of_stored if plan is None else plan.packed
     packed = _packed(_maps(call, block_q(head_dim, one_pass, narrow), 1), params)
-    build.launch(build.load(config, "backward_dkv", config.shared_bytes), min(tiles * splits.count, build.num_sms),
-                 THREADS, packed, pdl=False)
+    slots = 0 if plan is None else plan.slots
+    plain = asdict(config) | {"intervals": False, "causal": False, "bias": BIAS_NONE, "softcap": False, "delay": False}
+    if plan is not None:
+        build.launch(build.load(HopperBackwardDkvPlanConfig(**plain), "plan_tickets"), 1, PLAN_THREADS, packed)
+    build.launch(build.load(config, "backward_dkv", config.shared_bytes),
+                 min(tiles * splits.count + slots, build.num_sms), THREADS, packed, pdl=False)
+    if slots:
+        build.launch(build.load(HopperBackwardDkvPlanConfig(**plain), "add_slots"), slots // 2 * ADD_PIECES,
+                     ADD_THREADS, packed)
     if one_pass:
-        config = HopperBackwardDqPostprocessConfig(
-            element=ELEMENTS[query.dtype], head_dim=head_dim, block_q=block_q(head_dim, True, False), stages=STAGES,
-            key_stages=key_stages(head_dim, True), keys="KEYS_CONTIGUOUS", intervals=False, causal=False,
-            bias=BIAS_NONE, softcap=False, sequences=problem.count > 0, bits=False, delay=False, dquery=True)
-        build.launch(build.load(config, "backward_dq_postprocess"), key.shape[0] * query.shape[2] * query_units,
+        last = HopperBackwardDqPostprocessConfig(**plain | {"keys": "KEYS_CONTIGUOUS"})
+        build.launch(build.load(last, "backward_dq_postprocess"), key.shape[0] * query.shape[2] * query_units,
                      POSTPROCESS_THREADS, packed)
 
 

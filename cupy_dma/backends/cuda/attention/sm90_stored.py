@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from cupy_dma.backends.cuda.attention import sm90_backward
 from cupy_dma.backends.cuda.attention.problem import Problem
 from cupy_dma.backends.cuda.attention.sm90_backward import MAX_NARROW_DIM, THREADS
+from cupy_dma.backends.cuda.attention.sm90_splits import QuerySplits
 from cupy_dma.backends.cuda.attention.tma import rows_map
 from cupy_dma.backends.cuda.lists.intervals import Fields, SuperLists
 from cupy_dma.backends.cuda.runtime import jit
@@ -124,7 +125,7 @@ def launch(build: Builder, call: AttentionBackwardCall, problem: Problem, chunks
         stored += b"".join(x.to_bytes(4, "little") for x in (first * chunks.tiles, chunks.steps, tile_steps, 0))
         counters = tickets + 8 * i
         sm90_backward.launch_dkv(build, call, problem, "KEYS_LISTED", entries, fields, counters,
-                                 sm90_backward.QuerySplits(), None, stored=(size * chunks.tiles, stored))
+                                 QuerySplits(), None, stored=(size * chunks.tiles, stored))
         found = rows_map(build.describe(ds, "ds"), BLOCK_N)
         assert found is not None
         packed = found + problem.pack(None, **fields) + stored + pack_pointer(counters + 4) + size.to_bytes(4, "little")

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from cupy_dma.backends.cuda.attention.sm90_backward import QuerySplits
     from cupy_dma.backends.cuda.attention.sm90_schedule import Schedule
+    from cupy_dma.backends.cuda.attention.sm90_splits import QuerySplits
     from cupy_dma.backends.cuda.attention.sm90_tiles import HopperTile
 
 
@@ -28,7 +28,7 @@ class Overrides:
         Whether in two passes of the Hopper backward over key lists the key pass stores dS, from which the query pass
         makes its gradient (up to ``CUPY_DMA_STORED_MIB`` of workspace, 4 GiB by default).
     query_splits
-        Of the tiles of keys in the Hopper backward.
+        Of the tiles of keys in the Hopper backward; of keys in the order of their lifetimes only the steps of a split.
     counted : bool or None
         Whether the selection is one kernel that compares each key with all others.
     shared_memory : int or None
