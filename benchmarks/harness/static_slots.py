@@ -85,6 +85,7 @@ def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_
     used = torch.where(layer.count > 0, layer.length[layer.slots], 0)
     if query.is_cuda:
         # Only real tokens are queries; the last query has the position of the last key.
+        # torch 2.11's varlen_attn takes neither pages nor fewer kv heads; the operator behind it takes lengths in use.
         rows = key.shape[1]
         if n > 1:  # all slots, a token each
             ends = torch.arange(n + 1, device=query.device)
