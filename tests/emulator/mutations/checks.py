@@ -38,6 +38,11 @@ from tests.oracle.cache_cases import History
 from tests.unit.test_gated_cache import Gates
 
 
+def later(check: Callable[..., None]) -> Callable[..., Callable[[], None]]:
+    """A function that binds the arguments of a check."""
+    return lambda *arguments, **options: lambda: check(*arguments, **options)
+
+
 def named(name: str) -> cases.Case:
     return next(c for c in cases.CASES if c.name == name)
 
@@ -47,7 +52,7 @@ def elsewhere(test: Callable[..., None], *arguments: Any) -> Callable[[], None]:
     names = [*inspect.signature(test).parameters]
     given, fixtures = dict(zip(names, arguments)), names[len(arguments):]
     assert fixtures in ([], ["monkeypatch"])
-    for mark in (x for x in test.pytestmark if x.name == "parametrize"):
+    for mark in (x for x in getattr(test, "pytestmark", ()) if x.name == "parametrize"):
         own = mark.args[0] if isinstance(mark.args[0], tuple) else (mark.args[0],)
         values = [value if len(own) > 1 else (value,) for value in mark.args[1]]
         assert tuple(given[name] for name in own) in values, f"{test.__name__} does not run with {arguments}"
@@ -88,32 +93,19 @@ def agrees(rows: Sequence[np.ndarray], error: float, tile: str | None = None, ar
     return found[0]
 
 
-def grid(name: str) -> Callable[[], None]:
-    return elsewhere(test_forward.test_forward_grid, named(name))
+def grid(name: str) -> tuple[Any, ...]:
+    return test_forward.test_forward_grid, named(name)
 
 
-def delay(kernels: str, name: str) -> Callable[[], None]:
-    case = next(c for k, c in test_bias_delay.CALLS if k == kernels and c.name == name)
-    return elsewhere(test_bias_delay.test_attention, kernels, case)
+def delay(kernels: str, name: str) -> tuple[Any, ...]:
+    return test_bias_delay.test_attention, kernels, next(
+        c for k, c in test_bias_delay.CALLS if k == kernels and c.name == name)
 
 
-def packed_delay(kernels: str, name: str) -> Callable[[], None]:
-    case = next(c for _, c in test_bias_delay.PACKED if c.name == name)
-    return elsewhere(test_bias_delay.test_sequences, kernels, case)
-
-
-def one_awkward_selection(kind: str, length: int, window: Any, counted: bool = False) -> Callable[[], None]:
-    return elsewhere(test_forward.test_selection_in_both_ways, kind, length, window, counted)
-
-
-def bounds(pages: int) -> Callable[[], None]:
-    kinds = "int32", "int64", "int32"
-
-    def check() -> None:
-        with emulator.using() as device:
-            test_varlen.test_bounds_that_a_program_makes(kinds, True, pages, device)
-
-    return check
+@later
+def bounds(pages: int) -> None:
+    with emulator.using() as device:
+        test_varlen.test_bounds_that_a_program_makes(("int32", "int64", "int32"), True, pages, device)
 
 
 def lists_over_chunks() -> None:
@@ -129,30 +121,25 @@ def gathered_biases() -> None:
         agrees(rows, 5e-3, mask=mask, bias=bias)
 
 
-def decoding(history: History | None = None, **options: Any) -> Callable[[], None]:
+@later
+def decoding(history: History | None = None, **options: Any) -> None:
     """Append tokens to a cache one by one."""
     usual = {"dtype": "float16", "head_dim": 16, "window": 7, "length": 24, "batch": 1}
     history = history or History(**{**usual, **options})
-
-    def check() -> None:
-        cache = history.cache(backend="emulator")
-        for p in range(history.length):
-            results = history.run(cache, [1], begin=p)
-            history.check_kept(cache, p)
-            history.check(*results, begin=p)
-
-    return check
+    cache = history.cache(backend="emulator")
+    for p in range(history.length):
+        results = history.run(cache, [1], begin=p)
+        history.check_kept(cache, p)
+        history.check(*results, begin=p)
 
 
-def several(case: int, length: int = 8) -> Callable[[], None]:
-    """Several tokens in one launch have the bits of single ones."""
-    return elsewhere(test_several_tokens.test_bits_are_those_of_tokens_one_by_one, test_several_tokens.CASES[case],
-                     length)
+def several(case: int) -> tuple[Any, ...]:
+    return (test_several_tokens.test_bits_are_those_of_tokens_one_by_one, test_several_tokens.CASES[case], 8)
 
 
-def slots(case: int, length: int = 4) -> Callable[[], None]:
+def slots(case: int, length: int) -> tuple[Any, ...]:
     found = next(m for m in test_several_tokens.test_slots.pytestmark if m.args[0] == "case").args[1][case]
-    return elsewhere(test_several_tokens.test_slots, found, length, True)
+    return test_several_tokens.test_slots, found, length, True
 
 
 def flash_decode() -> None:
@@ -166,26 +153,22 @@ def window_of_flash_decode() -> None:
     agrees(drawn(2, 600, (4, 2), 16)[1:], 2e-3, mask=dma.IntervalMask.sliding_window(600, 90))
 
 
-def last_queries(queries: int) -> Callable[[], None]:
-    def check() -> None:
-        test_decode.test_last_queries_of_a_history(6000, 60, queries, 4, "float16", lambda *_: True)
-
-    return check
+@later
+def last_queries(queries: int) -> None:
+    test_decode.test_last_queries_of_a_history(6000, 60, queries, 4, "float16", lambda *_: True)
 
 
-def sm90_forward(tile: str, kind: str, head_dim: int = 64, **options: Any) -> Callable[[], None]:
+@later
+def sm90_forward(tile: str, kind: str, head_dim: int = 64, **options: Any) -> None:
     """Several successive tiles, the last one cut by rows, with queries and outputs through TMA. ``lists`` have full and
     partial blocks; TMA also loads the keys of ``causal``, and consecutive ones of ``dense`` masks."""
-    def check() -> None:
-        rng, *rows = drawn(500, 500, (4, 2), head_dim)
-        scores = rng.standard_normal((1, 2, 500)).astype(np.float32)
-        more: dict[str, Any] = {"causal": {"causal": True}, "lists": {"bias": scores}}.get(kind, {}) | options
-        more["mask"] = {"causal": lambda: None, "lists": lambda: dma.IntervalMask.top_w(scores, 150),
-                        "window": lambda: dma.IntervalMask.sliding_window(500, 150),
-                        "dense": lambda: rng.random((1, 1, 500, 500)) < 0.5}[kind]()
-        agrees(rows, 6e-3, tile, schedule_cases.num_sms(5), order=emulator.Order("random", "random", 1), **more)
-
-    return check
+    rng, *rows = drawn(500, 500, (4, 2), head_dim)
+    scores = rng.standard_normal((1, 2, 500)).astype(np.float32)
+    more: dict[str, Any] = {"causal": {"causal": True}, "lists": {"bias": scores}}.get(kind, {}) | options
+    more["mask"] = {"causal": lambda: None, "lists": lambda: dma.IntervalMask.top_w(scores, 150),
+                    "window": lambda: dma.IntervalMask.sliding_window(500, 150),
+                    "dense": lambda: rng.random((1, 1, 500, 500)) < 0.5}[kind]()
+    agrees(rows, 6e-3, tile, schedule_cases.num_sms(5), order=emulator.Order("random", "random", 1), **more)
 
 
 def rising_logits() -> None:
@@ -205,32 +188,28 @@ def logits_that_change() -> None:
            mask=dma.IntervalMask.sliding_window(400, 390))
 
 
-def softcapped_biases(factor: float, bias: float, logit: float = 1.0) -> Callable[[], None]:
+@later
+def softcapped_biases(factor: float, bias: float, logit: float = 1.0) -> None:
     """bfloat16 with a softcap and a bias of keys: a query that sees one key, large values, a query of large logits."""
-    def check() -> None:
-        rng, q, k, v = drawn(400, 400, kind=numpy_dtype("bfloat16"))
-        v = (v.astype("f4") * factor).astype(v.dtype)
-        q[:, 396] *= logit
-        out = agrees((q, k, v), 2**-7 * np.abs(v.astype("f8")).max(), "128x128x4", writes=2, softcap=20.0,
-                     causal=True, bias=bias + rng.standard_normal((1, 1, 400)).astype(np.float32))
-        assert np.array_equal(out[0, 0], np.broadcast_to(v[0, 0], (2, 64)))
-
-    return check
+    rng, q, k, v = drawn(400, 400, kind=numpy_dtype("bfloat16"))
+    v = (v.astype("f4") * factor).astype(v.dtype)
+    q[:, 396] *= logit
+    out = agrees((q, k, v), 2**-7 * np.abs(v.astype("f8")).max(), "128x128x4", writes=2, softcap=20.0,
+                 causal=True, bias=bias + rng.standard_normal((1, 1, 400)).astype(np.float32))
+    assert np.array_equal(out[0, 0], np.broadcast_to(v[0, 0], (2, 64)))
 
 
-def no_room_in_l2(tile: str, num_sms: int, rotation: int | None = None) -> Callable[[], None]:
+@later
+def no_room_in_l2(tile: str, num_sms: int, rotation: int | None = None) -> None:
     """Three heads with 3 tiles each, and an L2 swizzle group per head; causal, or with lists, for CTAs that shift by
     ``rotation`` places from one wave to the next."""
-    def check() -> None:
-        rng, *rows = drawn(300, 300, (3, 3), 16)
-        mask = None
-        if rotation is not None:
-            mask = dma.IntervalMask.top_w(rng.standard_normal((1, 3, 300)).astype(np.float32), 100)
-        with mock.patch.multiple(sm90_schedule, SWIZZLE_GROUP_BYTES=1, SWIZZLE_GROUP_WAVES=1,
-                                 _rotation=lambda *facts: rotation):
-            agrees(rows, 3e-3, tile, schedule_cases.num_sms(num_sms), causal=True, mask=mask)
-
-    return check
+    rng, *rows = drawn(300, 300, (3, 3), 16)
+    mask = None
+    if rotation is not None:
+        mask = dma.IntervalMask.top_w(rng.standard_normal((1, 3, 300)).astype(np.float32), 100)
+    with mock.patch.multiple(sm90_schedule, SWIZZLE_GROUP_BYTES=1, SWIZZLE_GROUP_WAVES=1,
+                             _rotation=lambda *facts: rotation):
+        agrees(rows, 3e-3, tile, schedule_cases.num_sms(num_sms), causal=True, mask=mask)
 
 
 def nonfinite_values() -> None:
@@ -254,117 +233,94 @@ def cut_tiles() -> None:
     """Tiles cut by rows: a CTA gets none, and in the others a consumer without rows runs first, which takes no turns
     with the one that has some. Queries that come by TMA and others."""
     _, *rows = drawn(130, 900)
-
-    def check() -> None:
-        agrees(rows, 6e-3, "128x128", schedule_cases.num_sms(6), order=emulator.Order("backward", "backward"))
-
-    check()
-    queries_without_tma(check)()
+    for around in (contextlib.nullcontext(), mock.patch.object(sm90, "queries_map", lambda *_: None)):
+        with around:
+            agrees(rows, 6e-3, "128x128", schedule_cases.num_sms(6), order=emulator.Order("backward", "backward"))
 
 
-def queries_without_tma(check: Callable[[], None]) -> Callable[[], None]:
-    def run() -> None:
-        with mock.patch.object(sm90, "queries_map", lambda *_: None):
-            check()
-
-    return run
+@later
+def queries_without_tma(check: Callable[[], None]) -> None:
+    with mock.patch.object(sm90, "queries_map", lambda *_: None):
+        check()
 
 
-def sm90_splits(kind: str) -> Callable[[], None]:
+@later
+def sm90_splits(kind: str) -> None:
     """Tiles split along their keys, after whole waves and without any; some queries see only keys of some splits."""
-    def check() -> None:
-        rng, q, k, v = drawn(100, 900, (4, 2))
-        scores = rng.standard_normal((1, 2, 900)).astype(np.float32)
-        options: dict[str, Any] = {"mask": None, "bias": 3 * np.sort(scores)}
-        if kind == "lists":
-            options["mask"] = dma.IntervalMask.top_w(scores, 600)
-        elif kind == "non-finite":
-            v[:, ::100] = np.inf
-            options = {"mask": dma.IntervalMask.sliding_window(900, 30)}
-        elif kind == "nothing seen":  # by the last queries
-            start, stop = np.zeros((1, 1, 900), np.int32), np.full((1, 1, 900), 850, np.int32)
-            stop[..., 800:] = 0
-            options["mask"] = dma.IntervalMask._make(library_named("numpy"), start, stop, Hints(bound=(800, 0)))
-        for num_sms, count in ((3, 3), (19, 4)):
-            with schedule_cases.num_sms(num_sms, split=True) as splits:
-                agrees((q, k, v), 6e-3, "192x64x6", writes=2, **options)
-            assert splits == [count]
-
-    return check
+    rng, q, k, v = drawn(100, 900, (4, 2))
+    scores = rng.standard_normal((1, 2, 900)).astype(np.float32)
+    options: dict[str, Any] = {"mask": None, "bias": 3 * np.sort(scores)}
+    if kind == "lists":
+        options["mask"] = dma.IntervalMask.top_w(scores, 600)
+    elif kind == "non-finite":
+        v[:, ::100] = np.inf
+        options = {"mask": dma.IntervalMask.sliding_window(900, 30)}
+    elif kind == "nothing seen":  # by the last queries
+        start, stop = np.zeros((1, 1, 900), np.int32), np.full((1, 1, 900), 850, np.int32)
+        stop[..., 800:] = 0
+        options["mask"] = dma.IntervalMask._make(library_named("numpy"), start, stop, Hints(bound=(800, 0)))
+    for num_sms, count in ((3, 3), (19, 4)):
+        with schedule_cases.num_sms(num_sms, split=True) as splits:
+            agrees((q, k, v), 6e-3, "192x64x6", writes=2, **options)
+        assert splits == [count]
 
 
-def sm90_grid(tile: str, name: str) -> Callable[[], None]:
-    def check() -> None:
-        with emulator.hopper_gpu(), taken(*TILES[tile]):
-            grid(name)()
-
-    return check
+@later
+def sm90_grid(tile: str, name: str) -> None:
+    with emulator.hopper_gpu(), taken(*TILES[tile]):
+        elsewhere(*grid(name))()
 
 
-def few_queries(name: str) -> Callable[[], None]:
-    def check() -> None:
-        with overridden(decode=True):
-            elsewhere(test_decode.test_few_queries_on_the_forward_grid, named(name), True)()
-
-    return check
+@later
+def few_queries(name: str) -> None:
+    with overridden(decode=True):
+        elsewhere(test_decode.test_few_queries_on_the_forward_grid, named(name), True)()
 
 
-def on_hopper(check: Callable[[], None]) -> Callable[[], None]:
-    def run() -> None:
-        with emulator.hopper_gpu(), overridden(hopper=True):
-            check()
-
-    return run
+@later
+def on_hopper(check: Callable[[], None]) -> None:
+    with emulator.hopper_gpu(), overridden(hopper=True):
+        check()
 
 
-def sm90_backward(num_sms: int = 1, order: emulator.Order | None = None, **options: Any) -> Callable[[], None]:
+@later
+def sm90_backward(num_sms: int = 1, order: emulator.Order | None = None, **options: Any) -> None:
     """Gradients of ``test_sm90_backward`` by one CTA that processes all tiles, or by several; in two passes by
     default."""
     options = {"deterministic": True} | options
-
-    def check() -> None:
-        with hopper_in_random_order(order), schedule_cases.num_sms(num_sms):
-            found = test_sm90_backward.gradients("emulator", **options)
-        test_sm90_backward.check(found, **options)
-
-    return check
+    with hopper_in_random_order(order), schedule_cases.num_sms(num_sms):
+        found = test_sm90_backward.gradients("emulator", **options)
+    test_sm90_backward.check(found, **options)
 
 
-def sm90_backward_splits(count: int, steps: int, **options: Any) -> Callable[[], None]:
+@later
+def sm90_backward_splits(count: int, steps: int, **options: Any) -> None:
     """Query splits, some of which begin within a head."""
-    def check() -> None:
-        with fresh(query_splits=QuerySplits(count, steps)):
-            sm90_backward(num_sms=2, **options)()
-
-    return check
+    with fresh(query_splits=QuerySplits(count, steps)):
+        sm90_backward(num_sms=2, **options)()
 
 
-def sm90_backward_runs(keys: slice, start: int, stop: int) -> Callable[[], None]:
+@later
+def sm90_backward_runs(keys: slice, start: int, stop: int) -> None:
     """400 keys in their own order; queries ``start`` to ``stop`` see ``keys``, and all queries see the other keys."""
     runs = np.zeros((2, 1, 1, 400), np.int32)
     runs[1] = 400
     runs[..., keys] = np.array([start, stop])[:, None, None, None]
-    return sm90_backward(length=400, window=0, mask=dma.IntervalMask(*runs))
+    sm90_backward(length=400, window=0, mask=dma.IntervalMask(*runs))()
 
 
-def sm90_stored(lists: int = 0, **options: Any) -> Callable[[], None]:
+@later
+def sm90_stored(lists: int = 0, **options: Any) -> None:
     """Gradients of ``test_sm90_backward`` from stored dS, for the given number of lists at a time."""
-    def check() -> None:
-        with test_sm90_stored.stored(lists=lists, sms=2, order=emulator.Order("random", "random", 1)):
-            found = test_sm90_backward.gradients("emulator", **options)
-        test_sm90_backward.check(found, **options)
-
-    return check
+    with test_sm90_stored.stored(lists=lists, sms=2, order=emulator.Order("random", "random", 1)):
+        found = test_sm90_backward.gradients("emulator", **options)
+    test_sm90_backward.check(found, **options)
 
 
-def sm90_backward_test(test: Callable[..., None], *arguments: Any) -> Callable[[], None]:
-    check = elsewhere(test, *arguments)
-
-    def run() -> None:
-        with hopper_in_random_order():
-            check()
-
-    return run
+@later
+def in_random_order(check: Callable[[], None]) -> None:
+    with hopper_in_random_order():
+        check()
 
 
 @contextlib.contextmanager
@@ -390,14 +346,12 @@ def bad_super_tile() -> None:
     assert np.array_equal(clean.value[:, unseen], found.value[:, unseen])
 
 
-def sm90_backward_grid(name: str) -> Callable[[], None]:
-    def check() -> None:
-        case = named(name)
-        with hopper_in_random_order():
-            found = cases.run_backward(case, backend="emulator", with_dlse=True, deterministic=True)
-        cases.check_backward(case, found, with_dlse=True)
-
-    return check
+@later
+def sm90_backward_grid(name: str) -> None:
+    case = named(name)
+    with hopper_in_random_order():
+        found = cases.run_backward(case, backend="emulator", with_dlse=True, deterministic=True)
+    cases.check_backward(case, found, with_dlse=True)
 
 
 def biases_that_hide() -> None:
@@ -418,16 +372,14 @@ OWN: dict[str, Callable[[], None]] = {
     "sm90[causal]": sm90_forward("192x128", "causal"),
     "sm90[causal, softcap]": sm90_forward("192x96", "causal", softcap=2.0),
     "sm90[dense]": sm90_forward("128x128", "dense"),
-    "sm90[rising]": rising_logits,
-    "sm90[softcap]": logits_that_change,
+    "sm90[rising]": rising_logits, "sm90[softcap]": logits_that_change,
     "sm90[softcap and bias]": softcapped_biases(1.0, 7.0),
     "sm90[softcap and large bias]": softcapped_biases(1.0, 30.0),
     "sm90[softcap, large values]": softcapped_biases(2.0**114, 7.0),
     "sm90[softcap, a large row]": softcapped_biases(2.0**112, 0.0, 4.0),
     "sm90[swizzle groups]": no_room_in_l2("128x128", 2),
     "sm90[lists that do not fit]": no_room_in_l2("128x128", 4, rotation=3),
-    "sm90[non-finite]": nonfinite_values,
-    "sm90[short tiles]": short_tiles, "sm90[cut tiles]": cut_tiles,
+    "sm90[non-finite]": nonfinite_values, "sm90[short tiles]": short_tiles, "sm90[cut tiles]": cut_tiles,
     "sm90[lists, queries without TMA]": queries_without_tma(sm90_forward("192x96", "lists")),
     **{f"sm90[splits, {kind}]": sm90_splits(kind) for kind in ("none", "lists", "non-finite", "nothing seen")},
     "sm90 backward[lists]": sm90_backward(),
@@ -446,9 +398,6 @@ OWN: dict[str, Callable[[], None]] = {
         5, 5, window=0, causal=True, length=300, queries=900, heads=(3, 1), bias=np.ones((1, 1, 300), np.float32)),
     "sm90 stored": sm90_stored(heads=(4, 2), length=500), "sm90 stored[3 heads]": sm90_stored(heads=(3, 1), length=501),
     "sm90 stored[chunks]": sm90_stored(lists=1, length=500),
-    "sm90 stored[40 blocks]": test_sm90_stored.many_blocks, "sm90 stored[batch]": test_sm90_stored.a_batch_of_lists,
-    "sm90 stored[unseen]": test_sm90_stored.test_rows_and_keys_that_do_not_count_may_hold_anything,
-    "sm90 stored[a bad key]": test_sm90_stored.test_a_bad_key_leaves_rows_that_see_nothing_zero,
     "sm90 backward[D40]": sm90_backward(window=0, length=200, head_dim=40),
     "sm90 backward[softcap]": sm90_backward(softcap=3.0),
     "sm90 backward[a bad super-tile]": bad_super_tile,
@@ -462,167 +411,144 @@ OWN: dict[str, Callable[[], None]] = {
                                                            deterministic=False),
     "sm90 one pass[causal, D40]": sm90_backward(window=0, causal=True, head_dim=40, length=500, deterministic=False),
     "test_forward_grid[Hopper, heads-6/2]": sm90_grid("128x128", "heads-6/2-top_w"),
-    "flash_decode": flash_decode,
-    "flash_decode[window]": window_of_flash_decode,
+    "flash_decode": flash_decode, "flash_decode[window]": window_of_flash_decode,
     "decoding": decoding(),
     "decoding[several splits]": decoding(window=100, recent=2, length=104, heads=2, kv_heads=1),
     "decoding[sets]": decoding(dtype="bfloat16", head_dim=136, value_dim=16, window=5, length=12, heads=20, kv_heads=2),
     "decoding[sinks and recent]": decoding(sinks=2, recent=3),
     "decoding[gates]": decoding(Gates(dtype="float16", head_dim=16, length=24, batch=1, capacity=3)),
     "decoding[ragged]": decoding(window=(66, 3), length=72, batch=2, heads=24, kv_heads=2, head_dim=8),
-    "several": several(0), "several[sinks and recent]": several(1), "several[splits]": several(5),
-    "several[recent]": several(12),
-    "several[slots]": test_several_tokens.test_more_slots_than_a_plan_keeps_in_registers,
-    "several[infinities]":
-        elsewhere(test_several_tokens.test_nonfinite_keys_reach_only_queries_that_see_them, "value", "float16"),
-    "several[speculation]": elsewhere(test_several_tokens.test_speculation, test_several_tokens.CASES[1]),
-    "several[launches]": elsewhere(test_several_tokens.test_sequences_with_fewer_tokens, 6),
-    "slots": slots(0, 1), "slots[ragged]": slots(1),
-    "codes[int8]": elsewhere(test_quantized_rows.test_codes_and_scales, test_quantized_rows.CASES[0], "int8"),
-    "codes[fp8]": elsewhere(test_quantized_rows.test_codes_and_scales, test_quantized_rows.CASES[0], "fp8"),
-    **{f"chunks[{name}]": elsewhere(test_chunks.test_bits_are_those_of_array_code, test_chunks.CASES[i], "lengths")
-       for i, name in enumerate(("sinks and recent", "windows", "biases", "recent", "gates", "ragged", "closed", "int8",
-                                 "fp8", "8-bit gates"))},
-    "chunks[packed]": elsewhere(test_chunks.test_bits_are_those_of_array_code, test_chunks.CASES[0], "packed"),
-    "chunks[packed gates]": elsewhere(test_chunks.test_bits_are_those_of_array_code, test_chunks.CASES[5], "packed"),
-    "chunks[packed codes]": elsewhere(test_chunks.test_bits_are_those_of_array_code, test_chunks.CASES[8], "packed"),
-    "chunks[long]": elsewhere(test_chunks.test_long_chunks, 40),
-    "chunks[rows]": elsewhere(test_chunks.test_long_chunks, 1500),
-    "decoding[clusters]": elsewhere(test_decode.test_clusters_of_blocks, test_decode.CLUSTERS[0]),
     "decoding[windows]": decoding(window=(9, 4)), "decoding[delay]": decoding(bias_delay=4, scores="hidden"),
-    "last_queries[1]": last_queries(1),
-    "last_queries[4]": last_queries(4),
-    "lists_over_chunks": lists_over_chunks,
-    "gathered_biases": gathered_biases,
+    "last_queries[1]": last_queries(1), "last_queries[4]": last_queries(4),
+    "lists_over_chunks": lists_over_chunks, "gathered_biases": gathered_biases,
 }
 
-CHECKS: dict[str, Callable[[], None]] = {
-    **OWN,
+TESTS: dict[str, tuple[Any, ...]] = {  # a test of another file and its arguments
+    "sm90 stored[unseen]": (test_sm90_stored.test_rows_and_keys_that_do_not_count_may_hold_anything,),
+    "sm90 stored[a bad key]": (test_sm90_stored.test_a_bad_key_leaves_rows_that_see_nothing_zero,),
+    "several": several(0), "several[sinks and recent]": several(1), "several[splits]": several(5),
+    "several[recent]": several(12),
+    "several[slots]": (test_several_tokens.test_more_slots_than_a_plan_keeps_in_registers,),
+    "several[infinities]": (
+        test_several_tokens.test_nonfinite_keys_reach_only_queries_that_see_them, "value", "float16"),
+    "several[speculation]": (test_several_tokens.test_speculation, test_several_tokens.CASES[1]),
+    "several[launches]": (test_several_tokens.test_sequences_with_fewer_tokens, 6),
+    "slots": slots(0, 1), "slots[ragged]": slots(1, 4),
+    **{f"codes[{kind}]": (test_quantized_rows.test_codes_and_scales, test_quantized_rows.CASES[0], kind)
+       for kind in ("int8", "fp8")},
+    **{f"chunks[{name}]": (test_chunks.test_bits_are_those_of_array_code, test_chunks.CASES[i], "lengths")
+       for i, name in enumerate(("sinks and recent", "windows", "biases", "recent", "gates", "ragged", "closed", "int8",
+                                 "fp8", "8-bit gates"))},
+    **{f"chunks[packed{kind}]": (test_chunks.test_bits_are_those_of_array_code, test_chunks.CASES[i], "packed")
+       for kind, i in (("", 0), (" gates", 5), (" codes", 8))},
+    "chunks[long]": (test_chunks.test_long_chunks, 40), "chunks[rows]": (test_chunks.test_long_chunks, 1500),
+    "decoding[clusters]": (test_decode.test_clusters_of_blocks, test_decode.CLUSTERS[0]),
     **{f"test_forward_grid[{name}]": grid(name) for name in (
         "mask-none", "mask-window", "heads-4/2-top_w", "mask-per_batch", "float16-D3", "bfloat16-D40",
         "lengths-33x129-causal", "lengths-129x33-top_w", "lengths-300x300-causal", "lengths-300x300-top_w",
         "float32-D64", "float32-D4-causal", "mask-dense", "causal-and-dense", "dense-mask-1hqk",
         "dense-both-per_batch+dense=1gqk-bgqk")},
-    **{f"test_backward_grid[{name}]": elsewhere(test_backward.test_backward_grid, named(name)) for name in (
+    **{f"test_backward_grid[{name}]": (test_backward.test_backward_grid, named(name)) for name in (
         "float32-D16", "float32-D40", "float32-dense-both-dense=11qk-1gqk", "mask-none", "lengths-129x33-causal",
         "mask-dense", "dense-both-dense=1hqk-bhqk", "dense-both-dense=11qk-1gqk", "dense-both-dense=b1q1-b1q1")},
-    **{f"varlen[{name}]": elsewhere(test_varlen.test_forward, test_varlen.named(name)) for name in (
+    **{f"varlen[{name}]": (test_varlen.test_forward, test_varlen.named(name)) for name in (
         "bfloat16-none", "mask-window", "used-per_head", "long-per_head", "sixty-none", "pages-16-none")},
-    **{f"varlen backward[{name}]": elsewhere(test_varlen.test_backward, test_varlen.named(name)) for name in (
+    **{f"varlen backward[{name}]": (test_varlen.test_backward, test_varlen.named(name)) for name in (
         "bfloat16-none", "supers")},
-    **{f"test_first_key_and_end[{name}]": elsewhere(test_documents.test_first_key_and_end, name) for name in (
+    **{f"test_first_key_and_end[{name}]": (test_documents.test_first_key_and_end, name) for name in (
         "a few", "most of them empty", "ids, chunks", "ids in a few words", "ids in columns", "one id, chunks")},
-    "test_the_order_is_that_of_numpy": elsewhere(test_lifetimes.test_the_order_is_that_of_numpy, 5000, 5000,
-                                                 "lognormal"),
-    "key plan": elsewhere(test_key_plan.test_tickets_cover_each_step_once, 5000, 5000, 3, 64, True, 0, "lognormal"),
-    "key plan[nothing seen]":
-        elsewhere(test_key_plan.test_tickets_cover_each_step_once, 300, 300, 1, 64, True, 1, "nothing"),
-    "key plan[one step]":
-        elsewhere(test_key_plan.test_tickets_cover_each_step_once, 300, 300, 1, 64, True, 1, "everything"),
-    "key plan[any threads]": test_key_plan.test_the_plan_of_any_threads,
-    "split tiles": elsewhere(test_key_plan.test_gradients_of_split_tiles, *test_key_plan.SHAPES[0], True, "survivors"),
-    "split tiles[D256]":
-        elsewhere(test_key_plan.test_those_of_other_shapes, 200, 230, 1, (2, 1), 256, 2, True, "survivors"),
-    "split tiles[delay]": elsewhere(test_key_plan.test_splits_that_a_bias_leaves_without_steps, True),
+    "test_the_order_is_that_of_numpy": (test_lifetimes.test_the_order_is_that_of_numpy, 5000, 5000, "lognormal"),
+    "key plan": (test_key_plan.test_tickets_cover_each_step_once, 5000, 5000, 3, 64, True, 0, "lognormal"),
+    "key plan[nothing seen]": (test_key_plan.test_tickets_cover_each_step_once, 300, 300, 1, 64, True, 1, "nothing"),
+    "key plan[one step]": (test_key_plan.test_tickets_cover_each_step_once, 300, 300, 1, 64, True, 1, "everything"),
+    "key plan[any threads]": (test_key_plan.test_the_plan_of_any_threads,),
+    "split tiles": (test_key_plan.test_gradients_of_split_tiles, *test_key_plan.SHAPES[0], True, "survivors"),
+    "split tiles[D256]": (test_key_plan.test_those_of_other_shapes, 200, 230, 1, (2, 1), 256, 2, True, "survivors"),
+    "split tiles[delay]": (test_key_plan.test_splits_that_a_bias_leaves_without_steps, True),
     "delay": delay("portable", "delay-65-top_w-bfloat16"),
-    "delay[sequences]": packed_delay("portable", "delay-30-top_w"),
+    "delay[sequences]": (test_bias_delay.test_sequences, "portable", next(
+        c for _, c in test_bias_delay.PACKED if c.name == "delay-30-top_w")),
     "delay[Hopper]": delay("Hopper, one pass", "delay-100-long-survivors-D64-0"),
     "delay[Hopper, lists]": delay("Hopper, two passes", "delay-100-long-top_w-D64-0"),
-    "delay[Hopper, hidden]": test_bias_delay.test_keys_that_whole_steps_do_not_see,
+    "delay[Hopper, hidden]": (test_bias_delay.test_keys_that_whole_steps_do_not_see,),
     "delay[Hopper, softcap]": delay("Hopper, one pass", "delay-100-long-causal-D64-4"),
-    "test_the_order_of_packed_sequences": elsewhere(test_lifetimes.test_the_order_of_packed_sequences, "mixed"),
-    "test_gradients_by_lifetimes[Hopper, two rows]":
-        elsewhere(test_lifetimes.test_gradients, True, False, "lognormal"),
-    "test_gradients_by_lifetimes[Hopper]":
-        elsewhere(test_lifetimes.test_gradients_of_other_lengths, 200, 110, 128, True, True, "lognormal"),
-    "test_many_blocks_of_keys[top_w]": elsewhere(test_forward.test_many_blocks_of_keys, "top_w", "key"),
-    "test_no_masked_block": elsewhere(test_forward.test_no_masked_block, 64, 64),
-    "test_a_bad_row[top_w]":
-        elsewhere(test_forward.test_a_bad_row_reaches_only_the_queries_that_see_it, "value", np.inf, "top_w"),
-    "test_selection[iid]": one_awkward_selection("iid", 3000, 130),
-    "test_selection[increasing]": one_awkward_selection("increasing", 2100, 1030),
-    "test_selection[ties]": one_awkward_selection("ties", 2100, 1030),
-    "test_selection[special]": one_awkward_selection("special", 1500, 400),
-    "test_selection[windows]": one_awkward_selection("iid", 2100, (1030, 64)),
-    "test_selection[few of special]": one_awkward_selection("special", 1025, 7),
-    "test_the_mask[prefix]": elsewhere(test_documents.test_the_mask_is_that_of_numpy, "a few", "prefix"),
-    "test_the_mask[ids]": elsewhere(test_documents.test_the_mask_is_that_of_numpy, "some ids", "global"),
-    "test_the_mask[lengths]": elsewhere(test_documents.test_the_mask_is_that_of_numpy, "empty at both ends", "global"),
-    "test_the_mask[global]": elsewhere(test_documents.test_the_mask_is_that_of_numpy, None, "global"),
-    "test_keys_behind_the_last_document": elsewhere(test_documents.test_keys_behind_the_last_document, True),
-    "test_wrong_lengths": elsewhere(test_documents.test_wrong_lengths_on_a_device_read_nothing_else, (-5, 70, 300)),
-    "test_selection_of_equal_scores[1023]": elsewhere(test_forward.test_selection_of_equal_scores, 1023),
-    "test_selection_of_equal_scores[1030]": elsewhere(test_forward.test_selection_of_equal_scores, 1030),
-    "test_selection[counted]": one_awkward_selection("ties", 2100, 1030, True),
-    "test_selection[counted, padding]": one_awkward_selection("iid", 3000, 130, True),
-    "test_selection[counted, most of them]": one_awkward_selection("increasing", 2100, 1030, True),
-    "test_key_scores[heads 3, D 33]": elsewhere(test_forward.test_key_scores, "bfloat16", "exp", (2, 37, 3, 33)),
-    "test_key_scores[heads 20]": elsewhere(test_forward.test_key_scores, "float16", "exp", (1, 35, 20, 64)),
-    "test_key_scores[products]": elsewhere(test_forward.test_key_scores, "float16", "linear", (1, 37, 3, 40)),
-    "test_a_bad_row_of_float32": elsewhere(test_forward.test_a_bad_row_of_float32, -np.finfo(np.float32).max, "top_w"),
-    "test_dense_masks_with_gaps": elsewhere(test_backward.test_dense_masks_with_gaps, None),
-    "test_a_bad_row_behind_a_dense_mask":
-        elsewhere(test_backward.test_a_bad_row_reaches_no_gradient_behind_a_dense_mask, "key"),
-    "test_super_tiles_of_dense_masks":
-        elsewhere(test_backward.test_super_tiles_of_dense_masks, "columns", 4),
-    "test_super_tiles": elsewhere(test_backward.test_super_tiles, "float16", 20, 400, 400),
-    "test_super_tiles, more keys": elsewhere(test_backward.test_super_tiles, "float16", 20, 370, 480),
-    "test_key_scores_backward":
-        elsewhere(test_backward.test_key_scores_backward, "float16", "exp", (1, 35, 20, 64)),
-    "sm90 backward[blank rows]":
-        sm90_backward_test(test_sm90_backward.test_rows_that_see_nothing_may_hold_anything, 64, True),
-    "sm90 one pass[unseen keys]":
-        sm90_backward_test(test_sm90_backward.test_keys_that_nobody_sees_may_hold_anything, False, False),
-    "sm90 backward[softcap, vanished]":
-        sm90_backward_test(test_sm90_backward.test_softcaps_of_small_and_vanishing_probabilities, 20.0, 60.0, True),
-    "sm90 backward[a bad value]":
-        sm90_backward_test(test_sm90_backward.test_a_bad_value_reaches_the_queries_that_see_it_only, True),
-    "sm90 one pass[a bad value]":
-        sm90_backward_test(test_sm90_backward.test_a_bad_value_reaches_the_queries_that_see_it_only, False),
-    "sm90 one pass[a bad dout]":
-        sm90_backward_test(test_sm90_backward.test_a_bad_row_reaches_the_keys_that_it_sees_only, "dout", "causal",
-                           {"head_dim": 64}, False),
-    "sm90 backward[a bad query]":
-        sm90_backward_test(test_sm90_backward.test_a_bad_row_reaches_the_keys_that_it_sees_only, "query", "lists",
-                           {"head_dim": 64}, True),
-    "sm90 backward[bands]": sm90_backward_test(test_sm90_backward.test_tiles_in_bands, 2100, 13),
-    "sm90 one pass[sequences]": sm90_backward_test(test_sm90_backward.test_a_bad_value_stays_in_its_sequence, False),
-    "test_low_biases": elsewhere(test_numerics.test_low_biases, "portable", "float16", "key", "lowest", 0),
-    "test_low_biases[Hopper, keys]": elsewhere(test_numerics.test_low_biases, "hopper", "float16", "key", -1e30, 0),
-    "test_low_biases[Hopper, dense]":
-        elsewhere(test_numerics.test_low_biases, "hopper", "bfloat16", "bfloat16", -1e10, 30),
-    "test_low_biases[Hopper, dense rows]":
-        elsewhere(test_numerics.test_rows_of_low_biases_beside_others, "none", -1.2e9, 32),
-    "test_low_biases[Hopper, splits]":
-        elsewhere(test_numerics.test_rows_of_low_biases_in_splits, "none", -1e20),
-    "test_gradients_with_low_biases":
-        elsewhere(test_numerics.test_gradients_with_low_biases, "portable", "float16", "key", False, -1e9, 0.0),
-    "test_gradients_with_low_biases[Hopper]":
-        elsewhere(test_numerics.test_gradients_with_low_biases, "hopper", "bfloat16", "key", True, -1e7, 0.0),
-    **{f"test_softcaps_of_any_size[{name}]":
-        elsewhere(test_numerics.test_softcaps_of_any_size, "portable", "float16", 1.0, softcap)
-       for name, softcap in (("0.5", 0.5), ("1e5", 1e5))},
-    "test_a_small_scale": elsewhere(test_numerics.test_a_small_scale_beside_a_large_softcap, "portable"),
-    "test_keys_behind":
-        elsewhere(test_numerics.test_nothing_comes_from_keys_behind_the_last_query, "portable", "key", 4),
-    "test_keys_behind[Hopper]":
-        elsewhere(test_numerics.test_nothing_comes_from_keys_behind_the_last_query, "hopper", "key", 200),
-    "test_keys_behind[Hopper, lists]":
-        elsewhere(test_numerics.test_nothing_comes_from_keys_behind_the_last_query, "hopper lists", "key", 200),
-    "test_intervals": elsewhere(test_strides_and_reuse.test_intervals_have_strides_of_their_own, 1),
-    "test_intervals[Hopper]":
-        on_hopper(elsewhere(test_strides_and_reuse.test_intervals_have_strides_of_their_own, 1)),
+    "test_the_order_of_packed_sequences": (test_lifetimes.test_the_order_of_packed_sequences, "mixed"),
+    "test_gradients_by_lifetimes[Hopper, two rows]": (test_lifetimes.test_gradients, True, False, "lognormal"),
+    "test_gradients_by_lifetimes[Hopper]": (test_lifetimes.test_gradients_of_other_lengths, 200, 110, 128, True, True,
+                                            "lognormal"),
+    "test_many_blocks_of_keys[top_w]": (test_forward.test_many_blocks_of_keys, "top_w", "key"),
+    "test_no_masked_block": (test_forward.test_no_masked_block, 64, 64),
+    "test_a_bad_row[top_w]": (
+        test_forward.test_a_bad_row_reaches_only_the_queries_that_see_it, "value", np.inf, "top_w"),
+    **{f"test_selection[{name}]": (test_forward.test_selection_in_both_ways, kind, length, window, "counted" in name)
+       for name, kind, length, window in (
+           ("iid", "iid", 3000, 130), ("increasing", "increasing", 2100, 1030), ("ties", "ties", 2100, 1030),
+           ("special", "special", 1500, 400), ("windows", "iid", 2100, (1030, 64)),
+           ("few of special", "special", 1025, 7), ("counted", "ties", 2100, 1030),
+           ("counted, padding", "iid", 3000, 130), ("counted, most of them", "increasing", 2100, 1030))},
+    **{f"test_the_mask[{name}]": (test_documents.test_the_mask_is_that_of_numpy, documents, keys)
+       for name, documents, keys in (("prefix", "a few", "prefix"), ("ids", "some ids", "global"),
+                                     ("lengths", "empty at both ends", "global"), ("global", None, "global"))},
+    "test_keys_behind_the_last_document": (test_documents.test_keys_behind_the_last_document, True),
+    "test_wrong_lengths": (test_documents.test_wrong_lengths_on_a_device_read_nothing_else, (-5, 70, 300)),
+    **{f"test_selection_of_equal_scores[{n}]": (test_forward.test_selection_of_equal_scores, n) for n in (1023, 1030)},
+    "test_key_scores[heads 3, D 33]": (test_forward.test_key_scores, "bfloat16", "exp", (2, 37, 3, 33)),
+    "test_key_scores[heads 20]": (test_forward.test_key_scores, "float16", "exp", (1, 35, 20, 64)),
+    "test_key_scores[products]": (test_forward.test_key_scores, "float16", "linear", (1, 37, 3, 40)),
+    "test_a_bad_row_of_float32": (test_forward.test_a_bad_row_of_float32, -np.finfo(np.float32).max, "top_w"),
+    "test_dense_masks_with_gaps": (test_backward.test_dense_masks_with_gaps, None),
+    "test_a_bad_row_behind_a_dense_mask": (
+        test_backward.test_a_bad_row_reaches_no_gradient_behind_a_dense_mask, "key"),
+    "test_super_tiles_of_dense_masks": (test_backward.test_super_tiles_of_dense_masks, "columns", 4),
+    "test_super_tiles": (test_backward.test_super_tiles, "float16", 20, 400, 400),
+    "test_super_tiles, more keys": (test_backward.test_super_tiles, "float16", 20, 370, 480),
+    "test_key_scores_backward": (test_backward.test_key_scores_backward, "float16", "exp", (1, 35, 20, 64)),
+    "test_low_biases": (test_numerics.test_low_biases, "portable", "float16", "key", "lowest", 0),
+    "test_low_biases[Hopper, keys]": (test_numerics.test_low_biases, "hopper", "float16", "key", -1e30, 0),
+    "test_low_biases[Hopper, dense]": (test_numerics.test_low_biases, "hopper", "bfloat16", "bfloat16", -1e10, 30),
+    "test_low_biases[Hopper, dense rows]": (test_numerics.test_rows_of_low_biases_beside_others, "none", -1.2e9, 32),
+    "test_low_biases[Hopper, splits]": (test_numerics.test_rows_of_low_biases_in_splits, "none", -1e20),
+    "test_gradients_with_low_biases": (
+        test_numerics.test_gradients_with_low_biases, "portable", "float16", "key", False, -1e9, 0.0),
+    "test_gradients_with_low_biases[Hopper]": (
+        test_numerics.test_gradients_with_low_biases, "hopper", "bfloat16", "key", True, -1e7, 0.0),
+    **{f"test_softcaps_of_any_size[{name}]": (
+        test_numerics.test_softcaps_of_any_size, "portable", "float16", 1.0, float(name)) for name in ("0.5", "1e5")},
+    "test_a_small_scale": (test_numerics.test_a_small_scale_beside_a_large_softcap, "portable"),
+    **{f"test_keys_behind{name}": (
+        test_numerics.test_nothing_comes_from_keys_behind_the_last_query, kernel, "key", queries)
+       for name, kernel, queries in (("", "portable", 4), ("[Hopper]", "hopper", 200),
+                                     ("[Hopper, lists]", "hopper lists", 200))},
+    "test_intervals": (test_strides_and_reuse.test_intervals_have_strides_of_their_own, 1),
+    "test_a_bad_key": (test_backward.test_a_bad_key_reaches_the_query_gradients_that_see_it_only,),
+    "test_dense_strides": (test_strides_and_reuse.test_dense_biases_have_strides_of_their_own,),
+    "test_strides": (test_strides_and_reuse.test_every_array_has_strides_of_its_own, 1),
+    "test_strided_scores": (test_strides_and_reuse.test_scores_of_strided_values_and_weights, np.float16),
+    "test_tiles_inside_heads": (test_strides_and_reuse.test_tiles_that_begin_inside_the_heads_of_a_query,),
+    "test_a_last_position_that_begins_a_chunk": (test_strides_and_reuse.test_a_last_position_that_begins_a_chunk, 2),
+    "test_a_key_of_the_last_word": (test_strides_and_reuse.test_a_key_that_only_the_last_word_of_queries_sees,),
+}
+IN_RANDOM_ORDER: dict[str, tuple[Any, ...]] = {  # the same for tests of the Hopper gradients
+    "sm90 backward[blank rows]": (test_sm90_backward.test_rows_that_see_nothing_may_hold_anything, 64, True),
+    "sm90 one pass[unseen keys]": (test_sm90_backward.test_keys_that_nobody_sees_may_hold_anything, False, False),
+    "sm90 backward[softcap, vanished]": (
+        test_sm90_backward.test_softcaps_of_small_and_vanishing_probabilities, 20.0, 60.0, True),
+    "sm90 backward[a bad value]": (test_sm90_backward.test_a_bad_value_reaches_the_queries_that_see_it_only, True),
+    "sm90 one pass[a bad value]": (test_sm90_backward.test_a_bad_value_reaches_the_queries_that_see_it_only, False),
+    "sm90 one pass[a bad dout]": (test_sm90_backward.test_a_bad_row_reaches_the_keys_that_it_sees_only, "dout",
+                                  "causal", {"head_dim": 64}, False),
+    "sm90 backward[a bad query]": (test_sm90_backward.test_a_bad_row_reaches_the_keys_that_it_sees_only, "query",
+                                   "lists", {"head_dim": 64}, True),
+    "sm90 backward[bands]": (test_sm90_backward.test_tiles_in_bands, 2100, 13),
+    "sm90 one pass[sequences]": (test_sm90_backward.test_a_bad_value_stays_in_its_sequence, False),
+}
+
+CHECKS: dict[str, Callable[[], None]] = {
+    **OWN, **{name: elsewhere(*given) for name, given in TESTS.items()},
+    **{name: in_random_order(elsewhere(*given)) for name, given in IN_RANDOM_ORDER.items()},
+    **{f"{name}[Hopper]": on_hopper(elsewhere(*TESTS[name])) for name in ("test_intervals", "test_dense_strides")},
     **{f"few_queries[{name}]": few_queries(name) for name in ("mask-global_documents", "float16-D3")},
-    "test_a_bad_key": test_backward.test_a_bad_key_reaches_the_query_gradients_that_see_it_only,
     "test_forward_grid[Hopper, dense]": sm90_grid("128x128", "dense-both-per_head+padding+dense=b1qk+dense=1hq1-1hqk"),
-    "test_dense_strides": test_strides_and_reuse.test_dense_biases_have_strides_of_their_own,
-    "test_dense_strides[Hopper]": on_hopper(test_strides_and_reuse.test_dense_biases_have_strides_of_their_own),
-    "test_strides": elsewhere(test_strides_and_reuse.test_every_array_has_strides_of_its_own, 1),
-    "test_strided_scores": elsewhere(test_strides_and_reuse.test_scores_of_strided_values_and_weights, np.float16),
-    "test_tiles_inside_heads": test_strides_and_reuse.test_tiles_that_begin_inside_the_heads_of_a_query,
-    "test_a_last_position_that_begins_a_chunk":
-        elsewhere(test_strides_and_reuse.test_a_last_position_that_begins_a_chunk, 2),
-    "test_a_key_of_the_last_word": test_strides_and_reuse.test_a_key_that_only_the_last_word_of_queries_sees,
-    "test_bounds": bounds(0),
-    "test_bounds[pages]": bounds(3),
+    "test_bounds": bounds(0), "test_bounds[pages]": bounds(3),
+    "sm90 stored[40 blocks]": test_sm90_stored.many_blocks, "sm90 stored[batch]": test_sm90_stored.a_batch_of_lists,
 }
