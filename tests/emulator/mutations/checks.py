@@ -332,15 +332,13 @@ def hopper_in_random_order(order: emulator.Order | None = None) -> Iterator[None
 def bad_super_tile() -> None:
     """NaN in the queries of later super-tiles (320 queries each) does not reach keys invisible to them, although the
     third step of 128 queries begins in the first super-tile and ends in the second."""
-    def spoil(q: Any, k: Any, v: Any, dout: Any) -> None:
-        q[:, 320:], dout[:, 320:] = np.nan, np.inf
-
     rng = np.random.default_rng(0)
     scores = rng.standard_normal((1, 1, 700)).astype(np.float32)
     mask = dma.IntervalMask.top_w(scores, 300)
     with hopper_in_random_order():
-        clean, found = (test_sm90_backward.gradients("emulator", window=0, mask=mask, spoil=bad, deterministic=True)
-                        for bad in (None, spoil))
+        clean, found = test_sm90_backward.clean_and_spoiled(
+            {"q": (slice(320, None), np.nan), "dout": (slice(320, None), np.inf)}, window=0, mask=mask,
+            deterministic=True)
     unseen = ~mask.to_dense(700)[0, 0, 320:].any(0)  # by the bad queries
     assert unseen.any() and np.array_equal(clean.key[:, unseen], found.key[:, unseen])
     assert np.array_equal(clean.value[:, unseen], found.value[:, unseen])

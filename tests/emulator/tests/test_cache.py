@@ -10,26 +10,30 @@ from tests.oracle.slot_cases import Slots
 from tests.unit.test_gated_cache import Gates
 
 
+@pytest.fixture
+def small_steps(monkeypatch):
+    """Without a capacity, rows of gated caches grow at nearly every token."""
+    for name, value in (("ROWS", 2), ("SPARE", 1), ("MULTIPLE", 1)):
+        monkeypatch.setattr(gated_cache, name, value)
+
+
 @pytest.mark.feature("cuda forward", "DynamicCache", "extend, pieces")
 @pytest.mark.parametrize("history", [
     History(length=31, window=6), History(length=31, window=6, sinks=2, recent=3, dtype="bfloat16", head_dim=16),
     History(length=31, window=9, value_dim=4, scores="nan"), History(length=31, window=(9, 3), sinks=1),
     History(length=31, window=9, bias_delay=5, scores="hidden", dtype="float16", head_dim=16),
     History(length=31, window=(4, 9), bias_delay=30, recent=2)], ids=str)
-def test_chunks(history):
+def test_chunks(history, lengths=(12, 9, 10)):
     cache = history.cache(backend="emulator")
-    out, lse = history.run(cache, [12, 9, 10])
-    history.check(out, lse, tf32=True)
+    history.check(*history.run(cache, lengths), tf32=True)
     history.check_kept(cache)
 
 
 @pytest.mark.feature("cuda forward", "GatedCache", "extend, stops, replayed")
 @pytest.mark.parametrize("lengths", [[1] * 24, [11, 1, 12]], ids=["steps", "pieces"])
 @pytest.mark.parametrize("options", [{"capacity": (3, 5)}, {"add_gates": False}, {"batch": 2, "seed": 1}], ids=str)
-def test_gates(options, lengths, monkeypatch):
-    """Without a capacity, rows grow at nearly every token, at different tokens for each sequence and head."""
-    for name, value in (("ROWS", 2), ("SPARE", 1), ("MULTIPLE", 1)):
-        monkeypatch.setattr(gated_cache, name, value)
+def test_gates(options, lengths, small_steps):
+    """Without a capacity, rows grow at different tokens for each sequence and head."""
     case = Gates(**{"dtype": "float16", "head_dim": 16, "batch": 1, "length": 24, **options})
     cache = case.cache(backend="emulator")
     case.check(*case.run(cache, lengths))
@@ -40,11 +44,9 @@ def test_gates(options, lengths, monkeypatch):
 
 @pytest.mark.parametrize("capacity", [None, (2, 70)])
 @pytest.mark.parametrize("seed", range(2))
-def test_any_appends_and_batches(seed, capacity, monkeypatch):
+def test_any_appends_and_batches(seed, capacity, small_steps):
     """Against the numpy backend: steps and chunks, with sequences that are selected, reordered, copied and saved, and
     whose numbers of rows differ."""
-    for name, value in (("ROWS", 2), ("SPARE", 1), ("MULTIPLE", 1)):
-        monkeypatch.setattr(gated_cache, name, value)
     case = Gates(dtype="float16", head_dim=8, batch=3, length=120, seed=seed, capacity=capacity)
     rng, begin = np.random.default_rng(seed), 0
     caches = [case.cache(backend=name) for name in ("emulator", "numpy")]
@@ -77,11 +79,7 @@ def test_any_appends_and_batches(seed, capacity, monkeypatch):
 
 def test_a_long_chunk_sees_more_sinks_and_recent_keys_than_best_ones():
     """The lists of its tiles have room for all these keys."""
-    history = History(length=330, window=6, sinks=40, recent=60, dtype="bfloat16", head_dim=16, batch=1)
-    cache = history.cache(backend="emulator")
-    out, lse = history.run(cache, [110, 220])
-    history.check(out, lse)
-    history.check_kept(cache)
+    test_chunks(History(length=330, window=6, sinks=40, recent=60, dtype="bfloat16", head_dim=16, batch=1), (110, 220))
 
 
 @pytest.mark.feature("cuda forward", "DynamicCache", "lengths, cu_seqlens")
@@ -98,8 +96,7 @@ def test_packed_chunks(options):
         tokens.append(np.stack([np.resize(x["scores"][b, :, at:at + n].T, (12, 2)).T
                                 for b, (at, n) in enumerate(zip(done, added))]))
         rows, bounds = packed(tokens, added)
-        out, lse = cache.extend(*rows, cu_seqlens=bounds, return_lse=True,
-                               bias_delay=history.bias_delay)
+        out, lse = cache.extend(*rows, cu_seqlens=bounds, return_lse=True, bias_delay=history.bias_delay)
         for b, (begin, end) in enumerate(((0, added[0]), (added[0], 21))):
             outs[b].append((out[begin:end], lse[:, begin:end]))
         done += added
@@ -114,8 +111,6 @@ def test_packed_chunks(options):
     History(sinks=1, recent=2), History(window=(9, 3), dtype="float16", scores="nan"), Gates(dtype="float16"),
     History(window=(9, 3), recent=2, dtype="bfloat16", options={"storage": "fp8"}),
     Gates(dtype="float16", capacity=(3, 5))], ids=str)
-def test_sequences_come_and_go(case, monkeypatch):
-    for name, value in (("ROWS", 2), ("SPARE", 1), ("MULTIPLE", 1)):
-        monkeypatch.setattr(gated_cache, name, value)
+def test_sequences_come_and_go(case, small_steps):
     Slots(replace(case, batch=3, length=24, head_dim=16), np.random.default_rng(0), tf32=True,
           options={"backend": "emulator"}).run(16)

@@ -129,56 +129,41 @@ def at(**places: Any) -> dict[str, Any]:
                        for name, place in places.items()}}
 
 
-def test_strides_and_alignment_of_rows(device):  # noqa: F811
-    check(attend, {"heads": 4, "kv_heads": 2, "bias": None, "mask": None, "causal": True}, {
+CALLS: dict[str, tuple[Callable[..., list[Any]], dict[str, Any], dict[str, dict[str, Any]]]] = {
+    "strides and alignment of rows": (attend, {
+        "heads": 4, "kv_heads": 2, "bias": None, "mask": None, "causal": True}, {
         f"{name} {place}": at(**{name: place}) for name in ("query", "key", "value", "dout", "out")
-        for place in ((0, 2, 1, 3), 3)})
-
-
-def test_strides_and_alignment_of_masks_and_biases(device):  # noqa: F811
-    check(attend, {}, {
+        for place in ((0, 2, 1, 3), 3)}),
+    "strides and alignment of interval masks": (attend, {}, {
         "bias of keys first": at(bias=(2, 0, 1)), "bias at an odd address": at(bias=1),
-        "stop at an odd address": at(stop=1), "starts of each head": {"mask": "starts of each head"}})
-    check(attend, {"mask": "dense", "bias": (B, H, N, N), "bias_dtype": "float16"}, {
+        "stop at an odd address": at(stop=1), "starts of each head": {"mask": "starts of each head"}}),
+    "strides and alignment of dense masks": (attend, {"mask": "dense", "bias": (B, H, N, N), "bias_dtype": "float16"}, {
         "mask of heads first": at(mask=(1, 0, 2, 3)), "mask of queries first": at(mask=(2, 0, 1, 3)),
         "mask at an odd address": at(mask=1), "bias of heads first": at(bias=(1, 0, 2, 3)),
-        "bias of queries first": at(bias=(2, 0, 1, 3)), "bias at an odd address": at(bias=3)})
-
-
-def test_hints_and_kinds_of_masks(device):  # noqa: F811
-    check(attend, {}, {str(kind): {"mask": kind} for kind in (
-        "everything", "wider window", "unknown", "starts of each head", "open", "dense", None)})
-
-
-def test_biases(device):  # noqa: F811
-    check(attend, {"heads": 4, "kv_heads": 2, "mask": None, "causal": True, "bias": (B, 2, N)}, {
+        "bias of queries first": at(bias=(2, 0, 1, 3)), "bias at an odd address": at(bias=3)}),
+    "hints and kinds of masks": (attend, {}, {str(kind): {"mask": kind} for kind in (
+        "everything", "wider window", "unknown", "starts of each head", "open", "dense", None)}),
+    "biases": (attend, {"heads": 4, "kv_heads": 2, "mask": None, "causal": True, "bias": (B, 2, N)}, {
         "none": {"bias": None}, "of query heads": {"bias": (B, 4, N)}, "shared": {"bias": (1, 1, N)},
         "of 16 bits": {"bias_dtype": "float16"}, "dense": {"bias": (1, 1, N, N)},
-        "one for all keys": {"bias": (B, 2, 1, 1)}})
-
-
-def test_options(device):  # noqa: F811
-    check(attend, {"scale": 0.3, "softcap": 2.0}, {
+        "one for all keys": {"bias": (B, 2, 1, 1)}}),
+    "options": (attend, {"scale": 0.3, "softcap": 2.0}, {
         "scale": {"scale": 0.2}, "negative scale": {"scale": -0.3}, "softcap": {"softcap": 3.0},
         "no softcap": {"softcap": 0.0}, "causal": {"causal": True}, "deterministic": {"deterministic": True},
-        "dlse": {"with_dlse": True}, "query": {"needs": ("query",)}, "key and bias": {"needs": ("key", "bias")}})
-
-
-def test_shapes_and_types(device):  # noqa: F811
-    check(attend, {"heads": 4, "kv_heads": 2, "mask": None, "causal": True, "bias": None}, {
+        "dlse": {"with_dlse": True}, "query": {"needs": ("query",)}, "key and bias": {"needs": ("key", "bias")}}),
+    "shapes and types": (attend, {"heads": 4, "kv_heads": 2, "mask": None, "causal": True, "bias": None}, {
         "queries": {"queries": N - 1}, "keys": {"keys": N + 1}, "heads": {"heads": 2}, "kv heads": {"kv_heads": 4},
-        "dtype": {"dtype": "bfloat16"}})
-
-
-def test_scores(device):  # noqa: F811
-    check(select, {}, {
+        "dtype": {"dtype": "bfloat16"}}),
+    "scores": (select, {}, {
         "window": {"window": W + 1}, "everything": {"window": N}, "global": {"keys": "global"},
         "padding": {"padded": True}, "documents": {"documents": np.array([0, N // 3, N], np.int32)},
         "scores of 16 bits": {"dtype": "float16"}, "later heads first": at(scores=(1, 2, 0)),
-        "computed": {"computed": True}})
-
-
-def test_parameters_of_scores(device):  # noqa: F811
-    check(select, {"computed": True}, {
+        "computed": {"computed": True}}),
+    "parameters of scores": (select, {"computed": True}, {
         "linear": {"form": "linear"}, "16 bits": {"dtype": "float16"}, "dt_proj at an odd address": at(dt_proj=1),
-        "value at an odd address": at(value=1), "value transposed": at(value=(1, 0, 2, 3))})
+        "value at an odd address": at(value=1), "value transposed": at(value=(1, 0, 2, 3))})}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_neighbours_have_programs_of_their_own(name, device):  # noqa: F811
+    check(*CALLS[name])

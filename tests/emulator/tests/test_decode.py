@@ -147,38 +147,26 @@ def test_few_tokens_at_a_time(pieces):
     history.check_kept(cache)
 
 
-def test_sequences_that_take_no_step():
-    history = History(dtype="float16", head_dim=16, length=30, window=7, batch=3, recent=2)
-    cache, expected = history.cache(backend="emulator"), history.cache(backend="numpy")
-    taking = np.array([0, 1, 1])
-    assert not cache.extend(*history.tokens(0, 1), lengths=taking)[0].any()  # without lse
-    expected.extend(*history.tokens(0, 1), lengths=taking)
-    rng, kind = np.random.default_rng(0), ("int32", "int64")
-    for p in range(history.length):
-        tokens, taking = history.tokens(p, p + 1), rng.integers(0, 2, 3).astype(kind[p % 2])
-        out, lse = cache.extend(*tokens, lengths=taking, return_lse=True)
-        wanted, wanted_lse = expected.extend(*tokens, lengths=taking, return_lse=True)
-        assert np.abs(out.astype("f4") - wanted.astype("f4")).max() < 4e-3
-        assert not out[taking == 0].any() and np.isneginf(lse[taking == 0]).all()
-        np.testing.assert_allclose(lse, wanted_lse, atol=2e-3)
-        for mine, theirs in zip((*cache.kept(), cache.length), (*expected.kept(), expected.length)):
-            assert np.array_equal(mine, theirs)
-
-
 @pytest.mark.parametrize("kind", ["int32", "int64"])
-def test_a_few_tokens_of_sequences_of_different_lengths(kind):
-    """In one call, step by step; places without a token get zeros and -inf."""
-    history = History(dtype="float16", head_dim=16, value_dim=24, length=30, window=7, batch=3, recent=2)
+@pytest.mark.parametrize("most", [1, 3])
+def test_sequences_that_take_no_step_or_few(most, kind):
+    """In one call, step by step; places without a token get zeros and -inf. The first call has no lse."""
+    history = History(dtype="float16", head_dim=16, value_dim=24 if most > 1 else None, length=30, window=7, batch=3,
+                      recent=2)
     cache, expected = history.cache(backend="emulator"), history.cache(backend="numpy")
-    for p in range(0, history.length, 3):
-        tokens, lengths = history.tokens(p, p + 3), np.array([p % 4, 3, (p + 1) % 4], kind)
+    rng, taking = np.random.default_rng(0), np.array([0, 1, 1], kind)
+    assert not cache.extend(*history.tokens(0, 1), lengths=taking)[0][0].any()
+    expected.extend(*history.tokens(0, 1), lengths=taking)
+    for p in range(0, history.length, most):
+        tokens, lengths = history.tokens(p, p + most), rng.integers(0, most + 1, 3).astype(kind)
         out, lse = cache.extend(*tokens, lengths=lengths, return_lse=True)
         wanted, wanted_lse = expected.extend(*tokens, lengths=lengths, return_lse=True)
         np.testing.assert_allclose(lse, wanted_lse, atol=2e-3)
         assert np.abs(out.astype("f4") - wanted.astype("f4")).max() < 4e-3
-        behind = np.arange(3) >= lengths[:, None]
+        behind = np.arange(most) >= lengths[:, None]
         assert not out[behind].any() and np.isneginf(lse.swapaxes(1, 2)[behind]).all()
-        assert np.array_equal(cache.length, expected.length)
+        for mine, theirs in zip((*cache.kept(), cache.length), (*expected.kept(), expected.length)):
+            assert np.array_equal(mine, theirs)
 
 
 @pytest.mark.parametrize("scores", ["equal", "ties", "nan"])
@@ -208,8 +196,7 @@ def test_a_bad_row_reaches_only_those_that_see_it(bad):
     clean = steps(history)[0]
     for where in (0, 9, 20):
         for name in ("key", "value"):
-            spoiled = History(**{f: getattr(history, f) for f in ("dtype", "head_dim", "length", "window", "sinks",
-                                                                  "recent", "scores", "batch")})
+            spoiled = replace(history)
             spoiled.data[name][0, where, 0, 3] = bad
             out = steps(spoiled)[0]
             sees = history.mask[0, 0, :, where]
@@ -225,13 +212,12 @@ def test_a_step_allocates_nothing(monkeypatch):
     cache = SMALL.cache(backend="emulator")
     out = np.zeros((2, 1, 4, 16), np.float16)
     cache.extend(*SMALL.tokens(0, 1), out=out)
-    monkeypatch.setattr(WatchedLibrary, "empty", lambda *_: pytest.fail("memory was asked for"))
-    monkeypatch.setattr(WatchedLibrary, "full", lambda *_: pytest.fail("memory was asked for"))
+    for name in ("empty", "full"):
+        monkeypatch.setattr(WatchedLibrary, name, lambda *_: pytest.fail("memory was asked for"))
     for p in range(1, SMALL.length):
         assert cache.extend(*SMALL.tokens(p, p + 1), out=out) is out
     SMALL.check_kept(cache)
-    reference = SMALL.oracle()[0][0]
-    assert np.abs(out - reference[:, -1:]).max() <= 3e-3
+    assert np.abs(out - SMALL.oracle()[0][0][:, -1:]).max() <= 3e-3
 
 
 def test_rows_of_any_strides():

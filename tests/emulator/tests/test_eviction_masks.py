@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 import cupy_dma as dma
-import tests.emulator  # noqa: F401
-from tests.oracle import reference
+from tests.emulator.tests.test_residues import check_rows
 
 
 @pytest.mark.feature("cuda forward backward", "Scores and selection", "masks of eviction")
@@ -18,18 +17,7 @@ def test_masks_from_stops(rng, window, query_length):
     dout = rng.standard_normal(query.shape).astype(np.float16)
     stop = np.stack([evictions(rng, n, 12) for _ in range(kv_heads)])
     mask = dma.IntervalMask.from_stop(stop, window=window)
-    dense = mask.to_dense(query_length)
-    out, lse = dma.attention(query, key, value, mask=mask, return_lse=True, backend="emulator")
-    expected, expected_lse = reference.attention(query, key, value, dense_mask=dense)
-    plain, _ = reference.same_precision_attention(query, key, value, dense_mask=dense)
-    reference.assert_matches_reference(out, expected, plain, np.float16)
-    np.testing.assert_allclose(lse, expected_lse, rtol=1e-3, atol=1e-3)
-    grads = dma.backward.attention_backward(dout, query, key, value, out, lse, mask=mask, backend="emulator",
-                                            needs=("query", "key", "value"))
-    exact = reference.attention_gradients(dout, query, key, value, dense_mask=dense)
-    same = reference.same_precision_attention_gradients(dout, query, key, value, dense_mask=dense)
-    for found, right, rounded in zip(grads[:3], exact, same):
-        reference.assert_matches_reference(found, right, rounded, np.float16, factor=3)
+    check_rows(dout, query, key, value, mask=mask)
 
 
 def evictions(rng, n: int, budget: int) -> np.ndarray:

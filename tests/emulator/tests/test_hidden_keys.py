@@ -11,12 +11,7 @@ pytest.importorskip("cupy")
 from cupy_dma.backends.cuda.runtime.program import overridden
 from tests import emulator
 
-
-@pytest.fixture(autouse=True)
-def _(fresh_programs):
-    """Each call appears once, so do not reuse programs."""
-
-
+pytestmark = pytest.mark.usefixtures("fresh_programs")  # each call appears once
 WIDE = [hidden_keys.Case("wide", mask, head_dim=136, query_length=40, key_length=40) for mask in ("causal", "window")]
 
 

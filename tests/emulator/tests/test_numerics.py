@@ -12,8 +12,6 @@ from cupy_dma.backward import attention_backward
 from tests import emulator
 from tests.oracle import reference, schedule_cases
 
-KERNELS = ("portable", "hopper", "flash decode")
-
 
 @contextlib.contextmanager
 def gpu(kernel):

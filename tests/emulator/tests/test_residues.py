@@ -21,16 +21,23 @@ def device(request):
         yield runtime
 
 
-def check(queries: int, keys: int, passes: int = 1, mask: Any = None, seen: Any = None, heads: int = 1,
-          **options: Any) -> None:
+def check_rows(dout: Any, *rows: np.ndarray, passes: int = 1, out_like: Any = np.asarray, **options: Any) -> None:
+    """Forward and gradients of query, key and value, element by element; ``out_like`` lays ``out`` out anew."""
+    mask = options.get("mask")
+    seen = mask.to_dense(rows[0].shape[1]) if isinstance(mask, dma.IntervalMask) else mask
+    problem = by_element.Problem(*rows, seen, options.get("bias"), options.get("causal", False))
+    out, lse = dma.attention(*rows, **options, return_lse=True, backend="emulator")
+    problem.check_attention(out, lse)
+    out = out_like(out)
+    problem.check_gradients(attention_backward(dout, *rows, out, lse, **options, deterministic=passes == 2,
+                                               backend="emulator"), dout, out)
+
+
+def check(queries: int, keys: int, passes: int = 1, mask: Any = None, heads: int = 1, **options: Any) -> None:
     rng = np.random.default_rng(queries + 1000 * keys)
     q, dout, k, v = (rng.standard_normal((1, n, h, 16)).astype(np.float16) for n, h in (
         (queries, heads), (queries, heads), (keys, 1), (keys, 1)))
-    problem = by_element.Problem(q, k, v, seen, options.get("bias"), options.get("causal", False))
-    out, lse = dma.attention(q, k, v, mask=mask, **options, return_lse=True, backend="emulator")
-    problem.check_attention(out, lse)
-    problem.check_gradients(attention_backward(dout, q, k, v, out, lse, mask=mask, **options,
-                                               deterministic=passes == 2, backend="emulator"), dout, out)
+    check_rows(dout, q, k, v, passes=passes, mask=mask, **options)
 
 
 def test_lengths_of_causal_attention(device):
@@ -53,7 +60,7 @@ def test_windows(least, device):
     for window in range(least, least + 64):
         keys, queries = window + 200, 12 if least > 1 else 1 + window * 5 % 32
         mask = dma.IntervalMask.sliding_window(keys, window)
-        check(queries, keys, 1 + window // 16 % 2, mask, mask.to_dense(queries))
+        check(queries, keys, 1 + window // 16 % 2, mask)
 
 
 def test_keys_that_begin_and_end_at_any_query(device):
@@ -64,7 +71,7 @@ def test_keys_that_begin_and_end_at_any_query(device):
         start, stop = np.full(keys, -100, np.int32), np.full(keys, keys, np.int32)
         start[at], stop[127 - at] = keys - queries + at, keys - queries + 80 + at
         mask = dma.IntervalMask(start, stop)
-        check(queries, keys, 1 + at // 16 % 2, mask, mask.to_dense(queries))
+        check(queries, keys, 1 + at // 16 % 2, mask)
 
 
 def test_keys_that_nobody_sees(device):
@@ -72,7 +79,7 @@ def test_keys_that_nobody_sees(device):
         start, stop = np.arange(keys, dtype=np.int32) - 40, np.arange(keys, dtype=np.int32)[::-1].copy() + 3
         stop[::7] = start[::7]
         mask = dma.IntervalMask(start, stop)
-        check(50, keys, 1 + keys % 2, mask, mask.to_dense(50))
+        check(50, keys, 1 + keys % 2, mask)
 
 
 @pytest.mark.parametrize("heads", [1, 2])
@@ -86,7 +93,7 @@ def test_dense_biases(heads, device):
         check(queries, keys, heads=heads, bias=bias, causal=True)
         if behind % 4 == 0:
             mask = dma.IntervalMask.sliding_window(keys, 1 + keys % 40)
-            check(queries, keys, 1, mask, mask.to_dense(queries), heads, bias=bias)
+            check(queries, keys, 1, mask, heads, bias=bias)
 
 
 def test_super_tiles_of_keys_of_several_chunks(device):
@@ -95,7 +102,7 @@ def test_super_tiles_of_keys_of_several_chunks(device):
     scores = np.random.default_rng(0).standard_normal((1, 1, keys)).astype(np.float32)
     mask = dma.IntervalMask.sliding_window(keys, 60)
     for passes in (1, 2):
-        check(queries, keys, passes, mask, mask.to_dense(queries), bias=scores)
+        check(queries, keys, passes, mask, bias=scores)
 
 
 def test_super_tiles_of_global_keys_under_causality(device):
@@ -104,4 +111,4 @@ def test_super_tiles_of_global_keys_under_causality(device):
     scores = np.random.default_rng(0).standard_normal((1, 1, keys)).astype(np.float32)
     mask = dma.IntervalMask.top_w(scores, 50, keys="global")
     for passes in (1, 2):
-        check(queries, keys, passes, mask, mask.to_dense(queries), causal=True)
+        check(queries, keys, passes, mask, causal=True)

@@ -17,11 +17,16 @@ from cupy_dma.torch import entry  # noqa: E402
 N, W = 100, 12
 
 
-@pytest.fixture(params=[True, False], ids=["kept", "fresh"])
-def device(request, monkeypatch):
+@pytest.fixture(autouse=True)
+def known(monkeypatch):
     monkeypatch.setattr(entry, "_known", {})
-    with emulator.using() as runtime, contextlib.nullcontext() if request.param else fresh():
-        yield runtime
+    return entry._known
+
+
+@pytest.fixture(params=[True, False], ids=["kept", "fresh"])
+def device(request):
+    with contextlib.nullcontext() if request.param else fresh():
+        yield
 
 
 def draw() -> list[Any]:
@@ -131,37 +136,31 @@ def test_hooks_must_not_change_the_kind_of_a_tensor(call, change, told, device):
         loss.backward()
 
 
-def test_a_call_whose_programs_cannot_be_built_fails(monkeypatch):
+def test_a_call_whose_programs_cannot_be_built_fails(known, monkeypatch):
     """The next call builds them."""
-    monkeypatch.setattr(entry, "_known", {})
     inputs = draw()
-    with emulator.using():
-        with monkeypatch.context() as patch:
-            patch.setattr(emulator.BACKEND, "make_chain", lambda *_: (_ for _ in ()).throw(MemoryError("no memory")))
-            for _ in range(2):
-                with pytest.raises(MemoryError, match="no memory"):
-                    from_scores(*inputs)
-        assert not entry._known
-        from_scores(*inputs)
-        assert [x.chain is not None for x in entry._known.values()] == [True]
+    with monkeypatch.context() as patch:
+        patch.setattr(emulator.BACKEND, "make_chain", lambda *_: (_ for _ in ()).throw(MemoryError("no memory")))
+        for _ in range(2):
+            with pytest.raises(MemoryError, match="no memory"):
+                from_scores(*inputs)
+    assert not known
+    from_scores(*inputs)
+    assert [x.chain is not None for x in known.values()] == [True]
 
 
-def test_gradients_that_are_views_have_one_program(monkeypatch):
+def test_gradients_that_are_views_have_one_program(known):
     """The stride of an axis of length 1 is not part of a key."""
-    monkeypatch.setattr(entry, "_known", {})
     inputs = draw()
-    with emulator.using():
-        for n in (1, 5, 9):
-            out = from_scores(*inputs)
-            torch.cat([out, torch.zeros(1, n, 2, 16, dtype=out.dtype)], 1).sum().backward()
-    step, = (x.chain for x in entry._known.values())
+    for n in (1, 5, 9):
+        out = from_scores(*inputs)
+        torch.cat([out, torch.zeros(1, n, 2, 16, dtype=out.dtype)], 1).sum().backward()
+    step, = (x.chain for x in known.values())
     assert len(step._backward) == 1
 
 
-def test_kinds_are_bounded(monkeypatch):
-    monkeypatch.setattr(entry, "_known", {})
+def test_kinds_are_bounded(known, monkeypatch):
     monkeypatch.setattr(entry, "MAX_ENTRIES", 3)
-    with emulator.using():
-        for n in range(20, 27):
-            from_scores(*(x[:, :n] if x.ndim == 4 else x[..., :n] for x in draw()))
-    assert len(entry._known) == 3
+    for n in range(20, 27):
+        from_scores(*(x[:, :n] if x.ndim == 4 else x[..., :n] for x in draw()))
+    assert len(known) == 3

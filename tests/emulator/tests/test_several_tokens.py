@@ -84,6 +84,15 @@ def equal(found, expected) -> bool:
     return all(np.array(x).tobytes() == np.array(y).tobytes() for x, y in zip(found, expected))
 
 
+def checked(case: History, several, single, first: int, end: int, lengths=None):
+    """out and lse of a call, whose bits and stored bits are those of single tokens."""
+    tokens = case.tokens(first, end)
+    found = attended(case, several, tokens, lengths=lengths)
+    assert equal(found, one_by_one(case, single, tokens, lengths))
+    assert bits(several) == bits(single)
+    return found
+
+
 @pytest.mark.feature("cuda forward", "DynamicCache", "extend, pieces")
 @pytest.mark.parametrize("length", [2, 3, 8])
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -91,9 +100,7 @@ def test_bits_are_those_of_tokens_one_by_one(case, length):
     begin = case.length % length if length < 8 else case.length - 16
     several, single = filled(case, begin), filled(case, begin)
     for first in range(begin, case.length, length):
-        tokens = case.tokens(first, first + length)
-        assert equal(attended(case, several, tokens), one_by_one(case, single, tokens))
-        assert bits(several) == bits(single)
+        checked(case, several, single, first, first + length)
     case.check_kept(several)
 
 
@@ -165,10 +172,7 @@ def test_sequences_with_fewer_tokens(heads):
     case = History(dtype="float16", head_dim=8, window=6, length=40, batch=4, heads=heads, sinks=1, recent=2)
     several, single = filled(case, 12), filled(case, 12)
     for lengths in ([8, 0, 3, 5], [4, 5, 0, 1], [0, 0, 0, 0]):
-        tokens = case.tokens(12, 20)
-        found = attended(case, several, tokens, lengths=lengths)
-        assert equal(found, one_by_one(case, single, tokens, lengths))
-        assert bits(several) == bits(single)
+        found = checked(case, several, single, 12, 20, lengths)
         for b, n in enumerate(lengths):
             assert not found[0][b, n:].any() and (found[1][b, :, n:] == -np.inf).all()
 
@@ -197,8 +201,7 @@ def test_slots(case, length, queries):
             continue  # compared by what they keep
         ours, theirs, before = (np.array(getattr(x._state, name).array) for x in (cache, chosen, other))
         assert ours[[2, 0]].tobytes() == theirs[[0, 2]].tobytes() and ours[[1, 3]].tobytes() == before[[1, 3]].tobytes()
-    kept, expected_kept, before_kept = cache.kept(), chosen.kept(), other.kept()
-    for ours, theirs, before in zip(kept, expected_kept, before_kept):
+    for ours, theirs, before in zip(cache.kept(), chosen.kept(), other.kept()):
         assert np.array_equal(ours[[2, 0]], theirs[[0, 2]]) and np.array_equal(ours[[1, 3]], before[[1, 3]])
     assert not np.array(cache._state.tickets.array).any()
 
@@ -221,10 +224,7 @@ def test_one_split_and_many(monkeypatch):
     for most in (1, 2, 512):
         monkeypatch.setattr(split, "MAX_SPLITS", most)
         step.split.cache_clear()
-        several, single = filled(case, 100), filled(case, 100)
-        tokens = case.tokens(100, 108)
-        results.append(attended(case, several, tokens))
-        assert equal(results[-1], one_by_one(case, single, tokens))
+        results.append(checked(case, filled(case, 100), filled(case, 100), 100, 108))
     assert not equal(results[0], results[1])
 
 
@@ -234,9 +234,7 @@ def test_more_slots_than_a_plan_keeps_in_registers():
                    scores="decreasing")
     several, single = filled(case, 3332), filled(case, 3332)
     for first in (3332, 3340):
-        tokens = case.tokens(first, first + 8)
-        assert equal(attended(case, several, tokens), one_by_one(case, single, tokens))
-        assert bits(several) == bits(single)
+        checked(case, several, single, first, first + 8)
 
 
 @pytest.mark.parametrize(("rows", "length", "expected"), [

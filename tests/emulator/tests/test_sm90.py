@@ -1,5 +1,8 @@
 """The Hopper forward (kernels/sm90) on the CPU emulator: the grid, tests of tests/gpu/test_sm90.py, and orders of
 threads and blocks. The emulator has twins of Hopper's instructions, and watches every access."""
+import inspect
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -70,78 +73,66 @@ def test_without_tma(mask, everything, monkeypatch):
 
 
 # ---- tests of tests/gpu/test_sm90.py ----
-@pytest.mark.parametrize(("slope", "softcap", "masked", "tile"), [
-    (0.4, 0.0, True, "192x96"), (3.0, 0.0, False, "192x96"), (3.0, 2.0, True, "192x96"), (0.4, 0.0, False, "128x128")])
-def test_logits_that_rise_and_fall(slope, softcap, masked, tile, everything, torch, device):
-    test_sm90.test_logits_that_rise_and_fall(slope, softcap, masked, tile, everything, torch, device)
+def of_gpu(test: Any, names: str, *cases: tuple[Any, ...], writes: int = 1, **fixed: Any) -> Any:
+    """A test of tests/gpu/test_sm90.py with ``cases`` of these arguments. ``writes``: 2 where a CTA may make a second
+    pass, because some values are not finite."""
+    takes = inspect.signature(test).parameters
+
+    @pytest.mark.parametrize("case", cases, ids=lambda case: "-".join(map(str, case)))
+    def run(case: tuple[Any, ...], gpu: Any, everything: Any, torch: Any, device: str, monkeypatch: Any) -> None:
+        given = fixed | dict(zip(names.split(), case))
+        gpu.most_writes = given.pop("writes", writes)
+        fixtures = {"everything": everything, "torch": torch, "device": device, "monkeypatch": monkeypatch,
+                    "poison": lambda: None}  # shared memory is poison at the beginning of every block
+        test(**given, **{name: x for name, x in fixtures.items() if name in takes})
+
+    return run
 
 
-@pytest.mark.parametrize("largest", [0.2, 0.45, 3.0])
-def test_softcaps_of_small_and_large_products(largest, everything, torch, device):
-    test_sm90.test_softcaps_of_small_and_large_products(largest, True, everything, torch, device)
-
-
-@pytest.mark.parametrize(("masked", "tile"), [(True, "192x96"), (False, "128x128x4")])
-def test_softcaps_of_products_that_change(masked, tile, everything, torch, device):
-    test_sm90.test_softcaps_of_products_that_change(masked, tile, everything, torch, device)
-
-
-@pytest.mark.parametrize(("masked", "tile"), [(True, "192x96"), (False, "128x128x4")])
-def test_softcaps_of_values_near_the_largest(masked, tile, gpu, everything, torch, device):
-    gpu.most_writes = 2  # a CTA makes a second pass
-    test_sm90.test_softcaps_of_values_near_the_largest(masked, tile, everything, torch, device)
-
-
-@pytest.mark.parametrize(("masked", "tile"), [(False, "192x128"), (True, "192x96")])
-def test_heads_that_do_not_fit_into_l2(masked, tile, everything, torch, device, monkeypatch):
-    test_sm90.test_heads_that_do_not_fit_into_l2(masked, tile, everything, torch, monkeypatch, device, (6, 3),
-                                                 (1, 2, 5), 500, split_on=8)
-
-
-@pytest.mark.parametrize(("biased", "tile"), [(True, "192x96"), (False, "128x64x4")])
-def test_lists_of_every_length(biased, tile, gpu, everything, torch, device):
-    gpu.most_writes = 2  # some values are not finite: a CTA makes a second pass
-    test_sm90.test_lists_of_every_length(biased, tile, everything, torch, device, every=2)
-
-
-@pytest.mark.parametrize(("masked", "biased"), [(True, False), (False, True)])
-def test_keys_that_follow_each_other(masked, biased, everything, torch, device, monkeypatch):
-    test_sm90.test_keys_that_follow_each_other(masked, biased, "128x64", everything, torch, monkeypatch, device,
-                                                      345)
-
-
-def test_a_dense_bias_of_short_blocks(everything, torch, device):
-    """Shared memory is poison at the beginning of every block."""
-    test_sm90.test_a_dense_bias_of_short_blocks(64, everything, lambda: None, torch, device)
-
-
-@pytest.mark.parametrize(("name", "tile"), [
-    (name, "128x128" if name == "dense bias" else "192x96") for name in schedule_cases.CASES])
-def test_the_same_bits_whatever_the_schedule(name, tile, gpu, everything, torch, device):
-    gpu.most_writes = 2 if "finite" in name else 1
-    test_sm90.test_the_same_bits_however_tiles_are_dealt_out(name, tile, everything, torch, device, [(2, 1)],
-                                                                    (1, 5), 303)
-
-
-@pytest.mark.parametrize(("name", "tile"), [
-    ("none", "192x128"), ("causal", "128x128"), ("key bias", "128x64"), ("lists", "192x64x2"),
-    ("short lists", "192x96"), ("values that are not finite", "192x96"), ("lists of all tiles", "192x96"),
-    ("dense bias", "128x128"), ("sequences", "192x96")])
-def test_tiles_split_along_their_keys(name, tile, gpu, everything, torch, device):
-    gpu.most_writes = 2 if "finite" in name else 1
-    counts = {"lists": (7, 60), "causal": (7, 60), "key bias": (60,), "dense bias": (60,)}.get(name, (7,))
-    test_sm90.test_tiles_split_up_along_their_keys(name, tile, everything, torch, device, [(2, 1)], counts, 303)
-
-
-@pytest.mark.parametrize(("name", "tile"), [
-    ("none", "192x128"), ("lists", "192x96"), ("short lists", "192x64x2"), ("lists of all tiles", "192x96"),
-    ("sequences", "192x96")])
-def test_a_last_wave_of_short_tiles(name, tile, everything, torch, device):
-    test_sm90.test_a_last_round_of_lower_tiles(name, tile, everything, torch, device, [(2, 1)], (3, 6, 10), 303)
-
-
-def test_short_tiles_of_the_last_queries(everything, torch, device):
-    test_sm90.test_short_tail_tiles_of_the_last_queries("192x96", 10, everything, torch, device)
+test_logits_that_rise_and_fall = of_gpu(
+    test_sm90.test_logits_that_rise_and_fall, "slope softcap masked tile", (0.4, 0.0, True, "192x96"),
+    (3.0, 0.0, False, "192x96"), (3.0, 2.0, True, "192x96"), (0.4, 0.0, False, "128x128"))
+test_softcaps_of_small_and_large_products = of_gpu(
+    test_sm90.test_softcaps_of_small_and_large_products, "largest", (0.2,), (0.45,), (3.0,), masked=True)
+test_softcaps_of_products_that_change = of_gpu(
+    test_sm90.test_softcaps_of_products_that_change, "masked tile", (True, "192x96"), (False, "128x128x4"))
+test_softcaps_of_values_near_the_largest = of_gpu(
+    test_sm90.test_softcaps_of_values_near_the_largest, "masked tile", (True, "192x96"), (False, "128x128x4"), writes=2)
+test_heads_that_do_not_fit_into_l2 = of_gpu(
+    test_sm90.test_heads_that_do_not_fit_into_l2, "masked tile", (False, "192x128"), (True, "192x96"), heads=(6, 3),
+    sm_counts=(1, 2, 5), length=500, split_on=8)
+test_lists_of_every_length = of_gpu(
+    test_sm90.test_lists_of_every_length, "biased tile", (True, "192x96"), (False, "128x64x4"), every=2, writes=2)
+test_keys_that_follow_each_other = of_gpu(
+    test_sm90.test_keys_that_follow_each_other, "masked biased", (True, False), (False, True), tile="128x64",
+    length=345)
+test_a_dense_bias_of_short_blocks = of_gpu(test_sm90.test_a_dense_bias_of_short_blocks, "head_dim", (64,))
+test_the_same_bits_whatever_the_schedule = of_gpu(
+    test_sm90.test_the_same_bits_however_tiles_are_dealt_out, "name tile writes",
+    *((name, "128x128" if name == "dense bias" else "192x96", 1 + ("finite" in name)) for name in schedule_cases.CASES),
+    heads=[(2, 1)], sm_counts=(1, 5), length=303)
+test_tiles_split_along_their_keys = of_gpu(
+    test_sm90.test_tiles_split_up_along_their_keys, "name tile sm_counts writes",
+    ("none", "192x128", (7,), 1), ("causal", "128x128", (7, 60), 1), ("key bias", "128x64", (60,), 1),
+    ("lists", "192x64x2", (7, 60), 1), ("short lists", "192x96", (7,), 1),
+    ("values that are not finite", "192x96", (7,), 2), ("lists of all tiles", "192x96", (7,), 1),
+    ("dense bias", "128x128", (60,), 1), ("sequences", "192x96", (7,), 1), heads=[(2, 1)], length=303)
+test_a_last_wave_of_short_tiles = of_gpu(
+    test_sm90.test_a_last_round_of_lower_tiles, "name tile", ("none", "192x128"), ("lists", "192x96"),
+    ("short lists", "192x64x2"), ("lists of all tiles", "192x96"), ("sequences", "192x96"), heads=[(2, 1)],
+    sm_counts=(3, 6, 10), length=303)
+test_short_tiles_of_the_last_queries = of_gpu(
+    test_sm90.test_short_tail_tiles_of_the_last_queries, "tile sms", ("192x96", 10))
+test_splits_of_lists_of_every_length = of_gpu(
+    test_sm90.test_splits_of_lists_of_every_length, "biased sms tile", (True, 3, "192x96"), (False, 2, "128x64x4"),
+    every=4, writes=2)
+test_splits_of_logits_that_rise_and_fall = of_gpu(
+    test_sm90.test_splits_of_logits_that_rise_and_fall, "slope softcap tile", (0.05, 0.0, "192x96"),
+    (3.0, 2.0, "128x64x6"), (-0.4, 0.0, "128x128"), writes=2)
+test_nonfinite_values_reach_only_queries_that_see_them = of_gpu(
+    test_sm90.test_nonfinite_values_reach_only_queries_that_see_them, "kind tile sm_counts length split",
+    ("lists", "192x96", (1, 3), 300, False), ("causal", "192x128", (3,), 220, False),
+    ("bits and bias", "128x128", (3,), 220, False), ("lists", "192x96", (31,), 300, True), writes=2)
 
 
 @pytest.mark.parametrize(("tile", "name"), [
@@ -156,33 +147,6 @@ def test_forward_grid_with_splits(tile, name, everything):
     with schedule_cases.num_sms(31, split=True) as splits:
         cases.check(case, *cases.run(case, backend="emulator"))
     assert len(splits) == 1 and splits[0] > 1
-
-
-@pytest.mark.parametrize(("biased", "num_sms", "tile"), [
-    (True, 3, "192x96"), (False, 2, "128x64x4")])
-def test_splits_of_lists_of_every_length(biased, num_sms, tile, gpu, everything, torch, device):
-    gpu.most_writes = 2  # some values are not finite: a CTA makes a second pass
-    test_sm90.test_splits_of_lists_of_every_length(biased, num_sms, tile, everything, torch, device, every=4)
-
-
-@pytest.mark.parametrize(("slope", "softcap", "tile"), [
-    (0.05, 0.0, "192x96"), (3.0, 2.0, "128x64x6"), (-0.4, 0.0, "128x128")])
-def test_splits_of_logits_that_rise_and_fall(slope, softcap, tile, gpu, everything, torch, device):
-    gpu.most_writes = 2
-    test_sm90.test_splits_of_logits_that_rise_and_fall(slope, tile, everything, torch, device, softcap)
-
-
-def test_values_that_are_not_finite_in_splits(gpu, everything, torch, device):
-    gpu.most_writes = 2
-    test_sm90.test_nonfinite_values_reach_only_queries_that_see_them(
-        "lists", "192x96", everything, torch, device, (31,), 300, split=True)
-
-
-@pytest.mark.parametrize(("kind", "tile"), [("lists", "192x96"), ("causal", "192x128"), ("bits and bias", "128x128")])
-def test_nonfinite_values_reach_only_queries_that_see_them(kind, tile, gpu, everything, torch, device):
-    gpu.most_writes = 2  # a CTA makes a second pass
-    test_sm90.test_nonfinite_values_reach_only_queries_that_see_them(
-        kind, tile, everything, torch, device, (1, 3) if kind == "lists" else (3,), 300 if kind == "lists" else 220)
 
 
 # ---- orders ----

@@ -68,9 +68,11 @@ def case_named(name: str) -> cases.Case:
 
 
 def gradients(backend: str, length: int = 700, queries: int | None = None, window: int = 60, head_dim: int = 64,
-              heads: tuple[int, int] = (2, 1), batch: int = 1, dtype: str = "float16", spoil: Any = None,
-              dense: str = "", needs: tuple[str, ...] = ("query", "key", "value", "bias"), **options: Any) -> Any:
-    """Gradients under a mask of the best keys with their scores as bias; without a window, of ``options`` alone."""
+              heads: tuple[int, int] = (2, 1), batch: int = 1, dtype: str = "float16",
+              spoil: dict[str, tuple[Any, float]] | None = None, dense: str = "",
+              needs: tuple[str, ...] = ("query", "key", "value", "bias"), **options: Any) -> Any:
+    """Gradients under a mask of the best keys with their scores as bias; without a window, of ``options`` alone.
+    ``spoil``: rows of ``q``, ``k``, ``v`` or ``dout``, and a number for them, for the backward pass."""
     rng = np.random.default_rng(0)
     queries = length if queries is None else queries
     q, dout, k, v = (rng.standard_normal((batch, n, h, head_dim)).astype(numpy_dtype(dtype)) for n, h in (
@@ -81,8 +83,8 @@ def gradients(backend: str, length: int = 700, queries: int | None = None, windo
     if dense:
         options |= {"mask": dense_mask(dense, heads[1], queries, length), "bias": scores}
     out, lse = dma.attention(q, k, v, **options, return_lse=True, backend="numpy")
-    if spoil is not None:
-        spoil(q, k, v, dout)
+    for name, (rows, number) in (spoil or {}).items():
+        {"q": q, "k": k, "v": v, "dout": dout}[name][:, rows] = number
     if backend == "oracle":
         mask = options.get("mask")
         seen = mask.to_dense(queries) if isinstance(mask, dma.IntervalMask) else mask
@@ -90,6 +92,10 @@ def gradients(backend: str, length: int = 700, queries: int | None = None, windo
                                      softcap=options.get("softcap", 0.0))
         return {name: x for name, x in problem.gradients(dout, out).items() if name in needs}
     return attention_backward(dout, q, k, v, out, lse, **options, needs=needs, backend=backend)
+
+
+def clean_and_spoiled(spoil: dict[str, tuple[Any, float]], **options: Any) -> list[Any]:
+    return [gradients("emulator", spoil=bad, **options) for bad in (None, spoil)]
 
 
 def check(found: Any, **options: Any) -> None:
@@ -152,18 +158,13 @@ def test_hidden_values_of_dense_masks_do_not_matter():
     keys, rows = np.flatnonzero(~seen.any(0)), np.flatnonzero(~seen.any(1))
     assert len(keys) and len(rows) > 100
 
-    def spoil(q: Any, k: Any, v: Any, dout: Any) -> None:
-        k[:, keys], v[:, keys], q[:, rows], dout[:, rows] = np.nan, np.inf, np.nan, np.inf
-
-    clean, found = (gradients("emulator", spoil=bad, **options) for bad in (None, spoil))
+    clean, found = clean_and_spoiled({"k": (keys, np.nan), "v": (keys, np.inf), "q": (rows, np.nan),
+                                      "dout": (rows, np.inf)}, **options)
     assert all(np.array_equal(bits(x), bits(y)) for x, y in zip(clean, found))
     assert not found.query[:, rows].any() and not found.key[:, keys].any() and not found.value[:, keys].any()
 
-    def spoil_one(q: Any, k: Any, v: Any, dout: Any) -> None:
-        v[:, one] = np.inf
-
     one = int(np.argmax(seen.sum(0)))
-    found = gradients("emulator", spoil=spoil_one, **options)
+    found = gradients("emulator", spoil={"v": (one, np.inf)}, **options)
     assert np.array_equal(clean.query[:, ~seen[:, one]], found.query[:, ~seen[:, one]])
     assert not np.isfinite(found.query[:, seen[:, one]]).all()
 
@@ -306,12 +307,16 @@ def test_packed_sequences(name, deterministic, served, gpu):
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize(("queries", "length", "head_dim"), [(130, 180, 128), (1000, 1010, 64)])
-def test_the_last_queries_of_tiles_that_begin_within_a_unit(queries, length, head_dim, deterministic):
-    """In one pass, steps begin at a multiple of 64 queries, up to 63 before the first query that sees a key, which may
-    need one more step."""
-    options = {"queries": queries, "length": length, "head_dim": head_dim, "window": 0, "causal": True,
-               "bias": np.ones((1, 1, length), np.float32), "deterministic": deterministic}
+@pytest.mark.parametrize("options", [{"length": 900, "window": 300}, *(
+    {"queries": queries, "length": length, "head_dim": head_dim, "window": 0, "causal": True,
+     "bias": np.ones((1, 1, length), np.float32)}
+    for queries, length, head_dim in ((130, 180, 128), (1000, 1010, 64)))],
+    ids=["super-tiles", "D128", "D64"])
+def test_steps_that_reach_beyond_their_tile(options, deterministic):
+    """A step of 128 queries reaches into the next super-tile of 320, whose queries belong to another tile. In one pass,
+    steps begin at a multiple of 64 queries, up to 63 before the first query that sees a key, which may need one more
+    step."""
+    options = options | {"deterministic": deterministic}
     check(gradients("emulator", **options), **options)
 
 
@@ -369,24 +374,14 @@ def test_the_order_of_threads_and_blocks_changes_no_bit(options, deterministic, 
 def test_rows_that_see_nothing_may_hold_anything(head_dim, deterministic):
     """Such rows lie between rows that see the first keys and rows that see the others, or come first, with more queries
     than keys."""
-    def spoil(q: Any, k: Any, v: Any, dout: Any) -> None:
-        q[:, rows], dout[:, rows] = np.nan, np.inf
-
     runs = np.array([[0] * 150 + [150] * 250, [100] * 150 + [400] * 250], np.int32)[:, None, None]
     for rows, options in ((slice(100, 150), {"length": 400, "mask": dma.IntervalMask(*runs)}),
                           (slice(201), {"length": 300, "queries": 501, "causal": True})):
         options |= {"head_dim": head_dim, "window": 0, "deterministic": deterministic}
-        clean, found = gradients("emulator", **options), gradients("emulator", spoil=spoil, **options)
+        clean, found = clean_and_spoiled({"q": (rows, np.nan), "dout": (rows, np.inf)}, **options)
         assert np.array_equal(clean.key, found.key) and np.array_equal(clean.value, found.value)
         near(found.query, clean.query)
         assert not found.query[:, rows].any()
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_queries_of_the_next_super_tile_count_once(deterministic):
-    """A step of 128 queries reaches into the next super-tile of 320, whose queries belong to another tile."""
-    options = {"length": 900, "window": 300, "head_dim": 64, "deterministic": deterministic}
-    check(gradients("emulator", **options), **options)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -397,12 +392,8 @@ def test_keys_that_nobody_sees_may_hold_anything(listed, deterministic):
     mask = dma.IntervalMask.padding(real)
     if listed:
         mask = dma.IntervalMask.top_w(rng.standard_normal((1, 1, 700)).astype(np.float32), 60, padding=real)
-
-    def spoil(q: Any, k: Any, v: Any, dout: Any) -> None:
-        k[:, ~real[0]], v[:, ~real[0]] = np.nan, np.inf
-
-    clean, found = (gradients("emulator", window=0, mask=mask, deterministic=deterministic, spoil=bad)
-                    for bad in (None, spoil))
+    clean, found = clean_and_spoiled({"k": (~real[0], np.nan), "v": (~real[0], np.inf)}, window=0, mask=mask,
+                                     deterministic=deterministic)
     assert np.array_equal(clean.key, found.key) and np.array_equal(clean.value, found.value)
     near(found.query, clean.query)
     assert not found.key[:, ~real[0]].any() and not found.value[:, ~real[0]].any()
@@ -434,11 +425,8 @@ def test_softcaps_of_small_and_vanishing_probabilities(softcap, spread, determin
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_bad_value_reaches_the_queries_that_see_it_only(deterministic):
-    def spoil(q: Any, k: Any, v: Any, dout: Any) -> None:
-        v[:, 40] = np.inf
-
-    options: dict[str, Any] = {"length": 200, "window": 0, "causal": True, "deterministic": deterministic}
-    clean, found = (gradients("emulator", spoil=bad, **options) for bad in (None, spoil))
+    clean, found = clean_and_spoiled({"v": (40, np.inf)}, length=200, window=0, causal=True,
+                                     deterministic=deterministic)
     near(found.query[:, :40], clean.query[:, :40])
     assert not np.isfinite(found.query[:, 40:]).any(-1).all()
 
@@ -470,15 +458,12 @@ def test_a_bad_value_stays_in_its_sequence(deterministic):
 def test_a_bad_row_reaches_the_keys_that_it_sees_only(bad, kind, options, deterministic):
     """Checks the gradients of biases, values and keys, which are sums of P * dout and of dS * q; P and dS are 0 where a
     key is hidden."""
-    def spoil(q: Any, k: Any, v: Any, dout: Any) -> None:
-        (q if bad == "query" else dout)[:, 220] = np.nan
-
     scores = np.random.default_rng(3).standard_normal((1, 1, 320)).astype(np.float32)
     mask = dma.IntervalMask.top_w(scores, 60 if kind == "lists" else 320)
     seen = mask.to_dense(320)[0, 0]
     options = options | {"length": 320, "window": 0, "bias": scores, "deterministic": deterministic}
     options |= {"mask": mask} if kind == "lists" else {"causal": True}
-    clean, found = (gradients("emulator", spoil=bad_one, **options) for bad_one in (None, spoil))
+    clean, found = clean_and_spoiled({"q" if bad == "query" else "dout": (220, np.nan)}, **options)
     hidden, in_step = ~seen[220], seen[192:256].any(0)  # in one super-tile with all queries before
     assert (hidden & in_step).any() and (kind == "causal" or (hidden & ~in_step & seen[:192].any(0)).any())
     for name in ("bias", "value" if bad == "query" else "key"):

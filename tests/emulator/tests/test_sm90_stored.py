@@ -16,7 +16,7 @@ from cupy_dma.backends.cuda.attention import sm90_stored
 from cupy_dma.backends.cuda.runtime import program
 from tests import emulator
 from tests.emulator.tests.test_forward import ORDERS, bits
-from tests.emulator.tests.test_sm90_backward import check, gradients, near
+from tests.emulator.tests.test_sm90_backward import check, clean_and_spoiled, gradients, near
 from tests.oracle import cases, schedule_cases, varlen_cases
 
 OPTIONS: list[dict[str, Any]] = [
@@ -45,6 +45,11 @@ def stored(wanted: bool | None = True, lists: int = 0, sms: int = 4, **device: A
           schedule_cases.num_sms(sms), program.overridden(stored=wanted),
           mock.patch.object(sm90_stored, "chunks_of", chunks_of)):
         yield
+
+
+def check_stored(**options: Any) -> None:
+    with stored():
+        check(gradients("emulator", **options), **options)
 
 
 def equal(found: Any, expected: Any) -> None:
@@ -121,13 +126,9 @@ def test_rows_and_keys_that_do_not_count_may_hold_anything():
     blank = ~(mask.to_dense(500) & ~hidden[:, :, None]).any(-1)[0, 0]
     unseen = ~real[0] | hidden[0, 0]
     assert blank.any() and unseen.any()
-
-    def spoil(q: Any, k: Any, v: Any, dout: Any) -> None:
-        q[:, blank], dout[:, blank], k[:, unseen], v[:, unseen] = np.nan, np.inf, np.nan, np.inf
-
     with stored():
-        clean, found = (gradients("emulator", window=0, length=500, mask=mask, bias=bias, spoil=bad)
-                        for bad in (None, spoil))
+        clean, found = clean_and_spoiled({"q": (blank, np.nan), "dout": (blank, np.inf), "k": (unseen, np.nan),
+                                          "v": (unseen, np.inf)}, window=0, length=500, mask=mask, bias=bias)
     equal(found, clean)
     assert not found.query[:, blank].any() and np.isfinite(found.query).all() and np.isfinite(found.key).all()
 
@@ -136,12 +137,8 @@ def test_a_bad_key_leaves_rows_that_see_nothing_zero():
     """Some of these rows are in a step of the key's block, some in a tile without blocks."""
     runs = np.array([[0] * 400 + [300] * 100, [100] * 100 + [0] * 300 + [500] * 100], np.int32)
     mask = with_bound(dma.IntervalMask(*runs[:, None, None]), (100, 0))
-
-    def spoil(q: Any, k: Any, v: Any, dout: Any) -> None:
-        k[:, 20] = np.nan
-
     with stored():
-        found = gradients("emulator", window=0, length=500, mask=mask, spoil=spoil)
+        found = gradients("emulator", window=0, length=500, mask=mask, spoil={"k": (20, np.nan)})
     assert np.isnan(found.query[:, :100]).all() and not found.query[:, 100:300].any()
 
 
@@ -155,9 +152,7 @@ def many_blocks() -> None:
     """Twenty new keys per query make lists of more than 32 blocks; a tile reads the steps of 32 blocks at once."""
     first = 5700 + np.arange(6000, dtype=np.int32) // 20
     mask = with_bound(dma.IntervalMask(first[None, None], first[None, None] + 4), (100, 20))
-    options: dict[str, Any] = {"window": 0, "queries": 300, "length": 6000, "head_dim": 16, "mask": mask}
-    with stored():
-        check(gradients("emulator", **options), **options)
+    check_stored(window=0, queries=300, length=6000, head_dim=16, mask=mask)
 
 
 def a_batch_of_lists() -> None:
@@ -165,10 +160,7 @@ def a_batch_of_lists() -> None:
     key = np.arange(400, dtype=np.int32)
     kept = np.random.default_rng(1).random((2, 2, 400)) < np.array([[[0.5], [0.1]], [[0.9], [0.5]]])
     mask = with_bound(dma.IntervalMask(np.broadcast_to(key, kept.shape), np.where(kept, key + 100, 0)), (100, 1))
-    options: dict[str, Any] = {"window": 0, "queries": 300, "length": 400, "heads": (2, 2), "batch": 2, "head_dim": 16,
-                               "mask": mask}
-    with stored():
-        check(gradients("emulator", **options), **options)
+    check_stored(window=0, queries=300, length=400, heads=(2, 2), batch=2, head_dim=16, mask=mask)
 
 
 @pytest.mark.parametrize("lists", [many_blocks, a_batch_of_lists])
@@ -178,15 +170,11 @@ def test_lists(lists, launched):
 
 
 def test_a_bad_value_reaches_the_queries_that_see_it_only():
-    def spoil(q: Any, k: Any, v: Any, dout: Any) -> None:
-        v[:, 250] = np.inf
-
     scores = np.random.default_rng(3).standard_normal((1, 1, 500)).astype(np.float32)
     mask = dma.IntervalMask.top_w(scores, 60)
     sees = mask.to_dense(500)[0, 0, :, 250]
-    options: dict[str, Any] = {"window": 0, "length": 500, "mask": mask, "bias": scores}
     with stored():
-        clean, found = (gradients("emulator", spoil=bad, **options) for bad in (None, spoil))
+        clean, found = clean_and_spoiled({"v": (250, np.inf)}, window=0, length=500, mask=mask, bias=scores)
     assert np.array_equal(found.query[:, ~sees], clean.query[:, ~sees])
     assert not np.isfinite(found.query[:, sees]).all(-1).any()
 
@@ -196,16 +184,10 @@ def test_a_bad_value_reaches_the_queries_that_see_it_only():
     ({"window": 0, "causal": True}, "no lists of super-tiles"), ({"window": 0, "dense": "causal"}, "a dense mask")],
     ids=str)
 def test_what_is_not_served(options, reason, launched):
-    options = {"length": 400, **options}
     found: list[str] = []
     chosen = sm90_stored.reasons
-
-    def reasons(*arguments: Any) -> list[str]:
-        found.extend(chosen(*arguments))
-        return found
-
-    with stored(), mock.patch.object(sm90_stored, "reasons", reasons):
-        check(gradients("emulator", **options), **options)
+    with mock.patch.object(sm90_stored, "reasons", lambda *own: found.extend(chosen(*own)) or found):
+        check_stored(**{"length": 400, **options})
     assert reason in found and not launched.called
 
 

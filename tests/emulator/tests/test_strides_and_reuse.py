@@ -7,7 +7,7 @@ import cupy_dma as dma
 from cupy_dma.backends.cuda.runtime.program import overridden
 from cupy_dma.backward import attention_backward, dynamic_mask_attention_backward
 from tests import emulator
-from tests.oracle import by_element
+from tests.emulator.tests.test_residues import check_rows
 
 
 @pytest.fixture(autouse=True, params=["portable", "hopper"])
@@ -44,14 +44,8 @@ LARGER = {"batch": (2, 50, 2, 16), "row": (2, 40, 3, 16), "head": (2, 40, 2, 24)
 def check_strides(places, passes, **options):
     """Forward and gradients of arrays within larger ones: of query, key, value, dout and out."""
     arrays = [within(draw(2, 40, 2, 16, seed=seed), *place) for seed, place in enumerate(places[:3])]
-    mask = options.get("mask")
-    seen = mask.to_dense(40) if isinstance(mask, dma.IntervalMask) else mask
-    problem = by_element.Problem(*arrays, seen, options.get("bias"))
-    out, lse = dma.attention(*arrays, **options, return_lse=True, backend="emulator")
-    problem.check_attention(out, lse)
-    upstream, out = within(draw(*out.shape, seed=3), *places[3]), within(out, *places[4])
-    problem.check_gradients(attention_backward(upstream, *arrays, out, lse, **options, deterministic=passes == 2,
-                                               backend="emulator"), upstream, out)
+    check_rows(within(draw(*arrays[0].shape, seed=3), *places[3]), *arrays, passes=passes,
+               out_like=lambda out: within(out, *places[4]), **options)
 
 
 @pytest.mark.parametrize("passes", [1, 2])
@@ -88,11 +82,7 @@ def test_intervals_have_strides_of_their_own(passes):
     start = np.random.default_rng(1).integers(0, 300, (2, 2, 300)).astype(np.int32)
     start[0, 1, 30:] = 300
     mask = dma.IntervalMask.top_w(draw(2, 2, 300, dtype=np.float32), 20) & dma.IntervalMask(start, 300 + 0 * start)
-    problem = by_element.Problem(*rows[:3], mask.to_dense(300))
-    out, lse = dma.attention(*rows[:3], mask=mask, return_lse=True, backend="emulator")
-    problem.check_attention(out, lse)
-    problem.check_gradients(attention_backward(rows[3], *rows[:3], out, lse, mask=mask, deterministic=passes == 2,
-                                               backend="emulator"), rows[3], out)
+    check_rows(rows[3], *rows[:3], mask=mask, passes=passes)
 
 
 def test_dense_biases_have_strides_of_their_own():
@@ -103,11 +93,7 @@ def test_dense_biases_have_strides_of_their_own():
         bias = draw(2, 2, 40, keys)
         for given in (within(bias, 2, 3, 40, keys), within(bias, 2, 2, 43, keys), within(bias, 2, 2, 40, 48),
                       within(bias, 2, 2, 40, 45), odd_address(bias), np.broadcast_to(bias[:, :1], bias.shape)):
-            problem = by_element.Problem(*rows, None, given)
-            out, lse = dma.attention(*rows, bias=given, return_lse=True, backend="emulator")
-            problem.check_attention(out, lse)
-            found = attention_backward(arrays[0], *rows, out, lse, bias=given, backend="emulator")
-            problem.check_gradients(found, arrays[0], out)
+            check_rows(arrays[0], *rows, bias=given)
 
 
 def odd_address(array):

@@ -2,7 +2,7 @@
 import functools
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -83,16 +83,20 @@ def same(a: list[Any], b: list[Any]) -> None:
         assert x.dtype == y.dtype and x.shape == y.shape and torch.equal(x, y)
 
 
-def check(call: Callable[..., Any], make: Callable[[int], Any], chain_runs: dict[str, int], calls: int = 2,
-          **options: Any) -> None:
-    """Check that calls with equal keys give the results of newly built programs, and that all run as chains."""
-    for i in range(calls):
-        inputs = make(i)
+def check_each(calls: Iterable[tuple[Callable[..., Any], list[Any]]], chain_runs: dict[str, int],
+               **options: Any) -> None:
+    """Check that calls give the results of newly built programs, and that all run as chains."""
+    for call, inputs in calls:
         before = dict(chain_runs)
         found = step(call, *inputs, **options)
         assert {name: chain_runs[name] - before[name] for name in chain_runs} == {"forward": 1, "backward": 1}
         with fresh():
             same(found, step(call, *inputs, **options))
+
+
+def check(call: Callable[..., Any], make: Callable[[int], Any], chain_runs: dict[str, int], **options: Any) -> None:
+    """The same for two calls with equal keys."""
+    check_each(((call, make(i)) for i in range(2)), chain_runs, **options)
 
 
 def attend(q: Any, k: Any, v: Any, bias: Any = None, **options: Any) -> Any:
@@ -135,19 +139,49 @@ def packed(kind: str, cu: Any, *inputs: Any, **options: Any) -> Any:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("with_lse", [False, True])
 def test_a_prepared_mask(dtype, with_lse, device, chain_runs):
+    """Each mask has its own lists."""
     masks = [dma.IntervalMask.top_w(draw(i)[3].detach(), W, backend="emulator") for i in range(2)]
-    for i in range(3):  # each mask has its own lists
-        mask = masks[i % 2]
-        inputs = draw(i, dtype=dtype)
-        found = step(lambda *x: attend(*x, mask=mask), *inputs, with_lse=with_lse)  # noqa: B023
-        assert chain_runs == {"forward": i + 1, "backward": i + 1}
-        with fresh():
-            same(found, step(lambda *x: attend(*x, mask=mask), *inputs, with_lse=with_lse))  # noqa: B023
+    check_each(((functools.partial(attend, mask=masks[i % 2]), draw(i, dtype=dtype)) for i in range(3)), chain_runs,
+               with_lse=with_lse)
 
 
-@pytest.mark.parametrize("options", [{}, {"causal": True, "softcap": 2.0}, {"causal": True, "scale": 0.3}], ids=str)
-def test_no_mask(options, device, chain_runs):
-    check(lambda *x: attend(*x, **options), draw, chain_runs)
+def autocast(*inputs: Any) -> Any:
+    with torch.autocast("cpu", torch.bfloat16):
+        return dynamic(*inputs)
+
+
+def padded(q: Any, *rest: Any) -> Any:
+    """One of four paddings, by the first number."""
+    chosen = int(q.detach()[0, 0, 0, 0] * 100) % 4
+    return dynamic(q, *rest, padding=torch.rand(2, N, generator=torch.Generator().manual_seed(chosen)) < 0.8)
+
+
+def views(i: int) -> Any:
+    """Rows of one array."""
+    q, k, v, s = draw(i, grad=False)
+    rows = torch.cat((q, k, v), 2).split((H, HKV, HKV), 2)
+    return [*(x.detach().requires_grad_() for x in rows), s.requires_grad_()]
+
+
+def draw_values(i: int, dtype: Any = torch.float32) -> list[Any]:
+    return [*draw(i)[:3], *parameters(i, dtype).values()]
+
+
+CALLS: dict[str, tuple[Callable[..., Any], Callable[[int], list[Any]]]] = {
+    "no mask": (attend, draw), "views": (dynamic, views), "padding": (padded, functools.partial(draw, batch=2)),
+    "softcap": (functools.partial(attend, causal=True, softcap=2.0), draw),
+    "scale": (functools.partial(attend, causal=True, scale=0.3), draw),
+    **{f"scores, {batch} of {window}": (functools.partial(dynamic, window=window), functools.partial(draw, batch=batch))
+       for batch in (1, 2) for window in (W, 2 * N)},  # a window of all keys is plain causality
+    **{f"values, {form}, {dtype}": (functools.partial(from_values, form=form),
+                                    functools.partial(draw_values, dtype=dtype))
+       for form in ("exp", "linear") for dtype in (torch.float32, torch.bfloat16)},
+    "autocast": (autocast, functools.partial(draw, dtype=torch.float32))}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_later_calls_run_programs_of_the_first(name, device, chain_runs):
+    check(*CALLS[name], chain_runs)
 
 
 @pytest.mark.parametrize("rows", [1, N])
@@ -166,13 +200,6 @@ def test_a_dense_mask(rows, device, chain_runs):
             *(x.detach().float().transpose(1, 2) for x in inputs[:3]), enable_gqa=True,
             attn_mask=bias.repeat_interleave(H // HKV, 1))
         assert torch.allclose(found[0].float(), expected.transpose(1, 2), atol=2e-2)
-
-
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("window", [W, 2 * N])
-def test_from_scores(batch, window, device, chain_runs):
-    """Including a window of all keys, which is plain causality."""
-    check(lambda *x: dynamic(*x, window=window), lambda i: draw(i, batch=batch), chain_runs)
 
 
 def test_no_separate_launch_clears_sums(chain_runs, monkeypatch):
@@ -225,33 +252,12 @@ def test_few_queries_do_without_a_mask(device, chain_runs, monkeypatch, calls_of
     assert torch.allclose(out, expected[0], atol=2e-2) and torch.allclose(lse, expected[1], atol=1e-4)
 
 
-def test_padding(device, chain_runs):
-    paddings = [torch.rand(2, N) < 0.8 for _ in range(4)]
-    check(lambda q, k, v, s: dynamic(q, k, v, s, padding=paddings[int(q.detach()[0, 0, 0, 0] * 100) % 4]),
-          lambda i: draw(i, batch=2), chain_runs)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("form", ["exp", "linear"])
-def test_from_values(dtype, form, device, chain_runs):
-    check(lambda *x: from_values(*x, form=form), lambda i: [*draw(i)[:3], *parameters(i, dtype).values()], chain_runs)
-
-
-def test_views(device, chain_runs):
-    """Rows of one array, and the other layout."""
-    def make(i: int) -> Any:
-        q, k, v, s = draw(i, grad=False)
-        rows = torch.cat((q, k, v), 2)
-        parts = [x.detach().requires_grad_() for x in rows.split((H, HKV, HKV), 2)]
-        return [*parts, s.requires_grad_()]
-
-    check(dynamic, make, chain_runs)
-    before = chain_runs["backward"]
+def test_views_of_the_other_layout(device, chain_runs):
     for _ in range(3):
-        *rows, scores = make(0)
+        *rows, scores = views(0)
         out, _ = dynamic(*(x.transpose(1, 2) for x in rows), scores, layout="bhnd")
         out.sum().backward()
-    assert chain_runs["backward"] == before + 3
+    assert chain_runs["backward"] == 3
 
 
 @pytest.mark.parametrize("wanted", [(0,), (1, 2), (3,), (0, 3)], ids=str)
@@ -269,14 +275,16 @@ def test_some_gradients(wanted, device, chain_runs):
 def test_requested_gradients_may_change(device, chain_runs):
     """One forward may have several backward programs, for different requested gradients."""
     inputs = draw(0)
-    for i in range(6):
+
+    def gradients(i: int) -> list[Any]:
         out, lse = dynamic(*inputs)
-        loss = [out.sum(), lse.sum(), (out[..., ::2].sum() + lse.sum())][i % 3]
-        found = torch.autograd.grad(loss, inputs[:2] if i > 3 else inputs)
+        loss = [out.sum(), lse.sum(), out[..., ::2].sum() + lse.sum()][i % 3]
+        return list(torch.autograd.grad(loss, inputs[:2] if i > 3 else inputs))
+
+    for i in range(6):
+        found = gradients(i)
         with fresh():
-            out, lse = dynamic(*inputs)
-            loss = [out.sum(), lse.sum(), (out[..., ::2].sum() + lse.sum())][i % 3]
-            same(list(found), list(torch.autograd.grad(loss, inputs[:2] if i > 3 else inputs)))
+            same(found, gradients(i))
     assert chain_runs["forward"] == 6
 
 
@@ -340,12 +348,9 @@ def test_an_argument_changed_in_place_is_noticed(device, chain_runs):
 
 @pytest.mark.parametrize("call", [dynamic, from_values], ids=["scores", "values"])
 def test_a_gradient_that_autograd_follows_takes_operators(call, device, chain_runs):
-    def make(i: int) -> Any:
-        inputs = draw(i, dtype=torch.float32)  # 16-bit sums would be rounded at each term
-        return inputs if call is dynamic else [*inputs[:3], *parameters(i).values()]
-
     for i in range(2):
-        inputs = make(i)
+        inputs = draw(i, dtype=torch.float32)  # 16-bit sums would be rounded at each term
+        inputs = inputs if call is dynamic else [*inputs[:3], *parameters(i).values()]
         out, lse = call(*inputs)
         found = torch.autograd.grad((out.float().sum(), lse.sum()), inputs, create_graph=True)
     assert chain_runs == {"forward": 2, "backward": 0}
@@ -358,16 +363,11 @@ def test_a_gradient_that_autograd_follows_takes_operators(call, device, chain_ru
 
 def test_hooks_on_saved_tensors(device, chain_runs):
     """Hooks may return tensors with other strides."""
-    def make() -> Any:
-        q, k, v, s = draw(0, grad=False)
-        rows = torch.cat((q, k, v), 2)
-        return [*(x.detach().requires_grad_() for x in rows.split((H, HKV, HKV), 2)), s.requires_grad_()]
-
-    expected = step(dynamic, *make())
+    expected = step(dynamic, *views(0))
     for _ in range(3):
         with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(memory_format=torch.contiguous_format),
                                                       lambda x: x):
-            same(step(dynamic, *make()), expected)
+            same(step(dynamic, *views(0)), expected)
     assert chain_runs == {"forward": 4, "backward": 1}
 
 
@@ -390,14 +390,6 @@ def test_checkpointed_layers(computed, device, chain_runs):
     assert chain_runs == {"forward": 8, "backward": 4}
     with fresh():
         same(found, step(lambda *x: layers(lambda call, *y: call(*y), *x), *inputs[1]))
-
-
-def test_autocast(device, chain_runs):
-    def call(*inputs: Any) -> Any:
-        with torch.autocast("cpu", torch.bfloat16):
-            return dynamic(*inputs)
-
-    check(call, lambda i: draw(i, dtype=torch.float32), chain_runs)
 
 
 def test_the_layer(device, chain_runs):
@@ -460,16 +452,16 @@ def dense_and_best(q: Any, k: Any, v: Any, s: Any) -> Any:
     return attend(q, k, v, s, mask=mask)
 
 
-COMPILED = {"scores": (dynamic, lambda i: draw(i)),
+COMPILED = {"scores": (dynamic, draw),
             "16-bit scores": (dynamic, lambda i: [*draw(i)[:3], draw(i)[3].bfloat16()]),
-            "values": (from_values, lambda i: [*draw(i)[:3], *parameters(i).values()]),
-            "padding": (lambda *x: dynamic(*x, padding=torch.arange(N)[None] % 7 > 0), lambda i: draw(i)),
-            "global": (lambda *x: dynamic(*x, keys="global"), lambda i: draw(i)),
-            "another value dim": (lambda q, k, v, s: dynamic(q, k, v[..., :48], s), lambda i: draw(i)),
-            "documents": (lambda *x: dynamic(*x, documents=torch.tensor([0, 40, N])), lambda i: draw(i)),
-            "top_w and dense": (dense_and_best, lambda i: draw(i)),
-            "dense by key": (lambda *x: attend(*x, mask=torch.arange(N)[None, None, None] % 5 > 0), lambda i: draw(i)),
-            "no mask": (attend, lambda i: draw(i)),
+            "values": (from_values, draw_values),
+            "padding": (lambda *x: dynamic(*x, padding=torch.arange(N)[None] % 7 > 0), draw),
+            "global": (lambda *x: dynamic(*x, keys="global"), draw),
+            "another value dim": (lambda q, k, v, s: dynamic(q, k, v[..., :48], s), draw),
+            "documents": (lambda *x: dynamic(*x, documents=torch.tensor([0, 40, N])), draw),
+            "top_w and dense": (dense_and_best, draw),
+            "dense by key": (lambda *x: attend(*x, mask=torch.arange(N)[None, None, None] % 5 > 0), draw),
+            "no mask": (attend, draw),
             **{f"packed {kind}": (functools.partial(packed, kind, ends(LENGTHS[0])),
                                   functools.partial(draw_packed, kind=kind)) for kind in ("mask", "scores", "values")}}
 
@@ -556,13 +548,8 @@ def test_windows_of_more_heads_than_the_parameters_hold(device):
 @pytest.mark.parametrize("kind", ["bias", "mask", "scores", "values"])
 def test_packed_sequences(kind, integers, device, chain_runs):
     """Calls with equally many sequences, of any lengths, share one program."""
-    for i, lengths in enumerate(LENGTHS):
-        call = functools.partial(packed, kind, ends(lengths, integers))
-        inputs = draw_packed(i, kind)
-        found = step(call, *inputs)
-        assert chain_runs == {"forward": i + 1, "backward": i + 1}
-        with fresh():
-            same(found, step(call, *inputs))
+    check_each(((functools.partial(packed, kind, ends(lengths, integers)), draw_packed(i, kind))
+                for i, lengths in enumerate(LENGTHS)), chain_runs)
     assert len(entry._known) == 1
 
 
@@ -597,18 +584,12 @@ def test_packed_sequences_one_by_one(kind, device, chain_runs):
 
 def test_packed_sequences_of_used_keys(device, chain_runs):
     """seqused_k, key lengths that differ from query lengths, and rows after the last sequence."""
-    for i in range(2):
-        q, k, v, s = draw_packed(i)
+    def call(i: int, *x: Any) -> Any:
         cu_q, cu_k, used = ends((30, 20 + i, 9)), ends((70, 40, 40)), torch.tensor([64, 3 + i, 40], dtype=torch.int64)
+        return dma.varlen_attention(*x[:3], cu_q, cu_k, bias=x[3], causal=True, seqused_k=used, tail_padding=True,
+                                    deterministic=True, return_lse=True, backend="emulator")
 
-        def call(*x: Any) -> Any:
-            return dma.varlen_attention(*x[:3], cu_q, cu_k, bias=x[3], causal=True, seqused_k=used,  # noqa: B023
-                                        tail_padding=True, deterministic=True, return_lse=True, backend="emulator")
-
-        found = step(call, q, k, v, s)
-        assert chain_runs == {"forward": i + 1, "backward": i + 1}
-        with fresh():
-            same(found, step(call, q, k, v, s))
+    check_each(((functools.partial(call, i), draw_packed(i)) for i in range(2)), chain_runs)
 
 
 def test_a_paged_cache(device, chain_runs):

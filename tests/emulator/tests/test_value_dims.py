@@ -26,9 +26,7 @@ def test_few_queries_copy_no_keys(rng, how):
         else:
             found = dma.dynamic_mask_attention(q, k, v, scores, window=40, return_lse=True, backend="emulator")
             dense = reference.top_w_dense(scores, 40, query_length=1)
-    arguments = q, k, v, dense, scores
-    for mine, ref, plain in zip(found, reference.attention(*arguments), reference.same_precision_attention(*arguments)):
-        reference.assert_matches_reference(mine, ref, plain, mine.dtype)
+    reference.check_attention(found, q, k, v, dense_mask=dense, bias=scores)
 
 
 @pytest.mark.parametrize("value_dim", [D, DV])
