@@ -1,6 +1,7 @@
 """Every test gets its own emulated device, or is skipped if no kernel can be compiled."""
 import pytest
 
+from cupy_dma.backends.cuda.chain import Chain
 from cupy_dma.backends.cuda.decode import step
 from tests import emulator
 from tests.emulator import build
@@ -19,3 +20,26 @@ def own_device():
 @pytest.fixture
 def device(own_device):
     return own_device
+
+
+@pytest.fixture
+def chain_runs(monkeypatch):
+    """Counts the forward and backward passes of torch calls that are run by chains; none is known yet."""
+    from cupy_dma.torch import entry
+
+    count = {"forward": 0, "backward": 0}
+
+    def counted(name):
+        run = getattr(Chain, name)
+
+        def call(*arguments):
+            found = run(*arguments)
+            count[name] += found is not None
+            return found
+
+        return call
+
+    for name in count:
+        monkeypatch.setattr(Chain, name, counted(name))
+    monkeypatch.setattr(entry, "_known", {})
+    return count

@@ -39,41 +39,33 @@ def on(kernels: str) -> Iterator[None]:
         yield
 
 
-def check(kernels: str, case: cases.Case) -> None:
+@pytest.mark.feature("cuda forward backward", "attention", "bias_delay")
+@pytest.mark.parametrize(("kernels", "case"), quick(CALLS), ids=str)
+def test_attention(kernels, case):
     with on(kernels):
         if kernels != TWO_PASSES:
             cases.check(case, *cases.run(case, backend="emulator"), tf32=True)
         cases.check_backward(case, cases.run_backward(case, backend="emulator"), tf32=True)
 
 
-def check_packed(kernels: str, case: varlen_cases.Case) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(("kernels", "case"), slow(CALLS), ids=str)
+def test_more_attention(kernels, case):
+    test_attention(kernels, case)
+
+
+@pytest.mark.parametrize(("kernels", "case"), quick(PACKED + PAGED), ids=str)
+def test_sequences(kernels, case):
     with on(kernels):
         varlen_cases.check(case, *varlen_cases.run(case, backend="emulator"), tf32=True)
         if not case.page_size:
             varlen_cases.check_backward(case, varlen_cases.run_backward(case, backend="emulator"), tf32=True)
 
 
-@pytest.mark.feature("cuda forward backward", "attention", "bias_delay")
-@pytest.mark.parametrize(("kernels", "case"), quick(CALLS), ids=str)
-def test_attention(kernels, case):
-    check(kernels, case)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kernels", "case"), slow(CALLS), ids=str)
-def test_more_attention(kernels, case):
-    check(kernels, case)
-
-
-@pytest.mark.parametrize(("kernels", "case"), quick(PACKED + PAGED), ids=str)
-def test_sequences(kernels, case):
-    check_packed(kernels, case)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("kernels", "case"), slow(PACKED + PAGED), ids=str)
 def test_more_sequences(kernels, case):
-    check_packed(kernels, case)
+    test_sequences(kernels, case)
 
 
 @pytest.mark.parametrize("kernels", [PORTABLE, TWO_PASSES])

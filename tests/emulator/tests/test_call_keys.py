@@ -11,10 +11,7 @@ import cupy_dma as dma
 from cupy_dma.arrays import numpy_dtype
 from cupy_dma.backends.cuda.runtime.program import fresh
 from cupy_dma.backward import attention_backward, dynamic_mask_attention_backward
-from tests.emulator.tests.test_programs import device  # noqa: F401
 
-# Keys of calls do not depend on the device.
-pytestmark = pytest.mark.parametrize("device", [False], indirect=True, ids=["portable"])
 B, N, H, HKV, D, W = 2, 48, 2, 1, 16, 11
 
 
@@ -165,5 +162,5 @@ CALLS: dict[str, tuple[Callable[..., list[Any]], dict[str, Any], dict[str, dict[
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_neighbours_have_programs_of_their_own(name, device):  # noqa: F811
+def test_neighbours_have_programs_of_their_own(name):
     check(*CALLS[name])

@@ -75,9 +75,7 @@ def test_documents_of_long_rows():
     documents = ids_of(2, CHUNK + 100, [700, 2000, CHUNK - 1, CHUNK + 60])
     with selection_cases.counting(False):
         for keys in ("prefix", "global"):
-            found, expected = (dma.IntervalMask.top_w(scores, 90, keys=keys, documents=documents, backend=backend)
-                               for backend in ("emulator", "numpy"))
-            assert np.array_equal(found.start, expected.start) and np.array_equal(found.stop, expected.stop)
+            selection_cases.check(scores, 90, backend="emulator", keys=keys, documents=documents)
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -114,9 +112,7 @@ from tests.emulator.tests.test_torch_programs import (  # noqa: E402
     H,
     N,
     W,
-    chain_runs,  # noqa: F401
     check,
-    device,  # noqa: F401
     draw,
     draw_values,
     dynamic,
@@ -125,7 +121,6 @@ from tests.emulator.tests.test_torch_programs import (  # noqa: E402
     step,
 )
 
-portable = pytest.mark.parametrize("device", [False], indirect=True, ids=["portable"])
 LENGTHS, IDS = torch.tensor([0, 40, 40, 41, N]), torch.arange(2 * N).view(2, N) // 60
 PADDING = torch.arange(2 * N).view(2, N) % 7 > 0
 CALLS: dict[str, dict[str, Any]] = {
@@ -136,13 +131,14 @@ CALLS: dict[str, dict[str, Any]] = {
     "ids of all rows, padding": {"documents": IDS[:1], "padding": PADDING, "window": (W, N)}}
 
 
+@pytest.mark.parametrize("gpu", [emulator.using, emulator.hopper_gpu])
 @pytest.mark.parametrize("name", CALLS)
-def test_calls_have_programs(name, device, chain_runs):  # noqa: F811
-    check(lambda *x: dynamic(*x, **CALLS[name]), lambda i: draw(i, batch=2), chain_runs)
+def test_calls_have_programs(name, gpu, chain_runs):
+    with gpu():
+        check(lambda *x: dynamic(*x, **CALLS[name]), lambda i: draw(i, batch=2), chain_runs)
 
 
-@portable
-def test_later_calls_do_without_the_array_library(device, monkeypatch):  # noqa: F811
+def test_later_calls_do_without_the_array_library(chain_runs, monkeypatch):
     inputs, options = draw(0, batch=2), {"keys": "global", "documents": IDS, "padding": PADDING}
     expected = step(lambda *x: dynamic(*x, **options), *inputs)
 
@@ -167,9 +163,8 @@ def dense(scores: Any, window: Any = W, keys: str = "prefix", padding: Any = Non
     return torch.from_numpy(np.tril(seen) if causal else seen)
 
 
-@portable
 @pytest.mark.parametrize("name", CALLS)
-def test_gradients_are_those_of_the_definition(name, device, chain_runs):  # noqa: F811
+def test_gradients_are_those_of_the_definition(name, chain_runs):
     inputs = draw(0, batch=2, dtype=torch.float32)
     wide = [x.detach().double().requires_grad_() for x in inputs]
     seen = dense(inputs[3], **CALLS[name]).repeat_interleave(H // HKV, 1)
@@ -195,20 +190,17 @@ def test_gradients_are_those_of_the_definition(name, device, chain_runs):  # noq
         assert (a[finite] - b[finite]).abs().max() < 4e-3 * max(1.0, b[finite].abs().max())
 
 
-@portable
-def test_scores_from_values(device, chain_runs):  # noqa: F811
+def test_scores_from_values(chain_runs):
     check(lambda *x: from_values(*x, documents=LENGTHS, keys="global"), draw_values, chain_runs)
 
 
-@portable
-def test_without_gradients(device, chain_runs):  # noqa: F811
+def test_without_gradients(chain_runs):
     for i in range(2):
         dynamic(*draw(i, grad=False), documents=LENGTHS)
     assert chain_runs == {"forward": 2, "backward": 0}
 
 
-@portable
-def test_facts_of_documents_are_in_the_key(device, chain_runs):  # noqa: F811
+def test_facts_of_documents_are_in_the_key(chain_runs):
     n = 44  # tokens of ``of``
     lengths, ids = torch.tensor([0, 9, 30, n], dtype=torch.int32), (torch.arange(2 * n).view(2, n) // 13).int()
     check_neighbours(of(dynamic, documents=lengths), {
@@ -224,8 +216,7 @@ def test_facts_of_documents_are_in_the_key(device, chain_runs):  # noqa: F811
         "in longer rows": of(dynamic, documents=torch.nn.functional.pad(ids, (0, 8))[:, :n])})
 
 
-@portable
-def test_lists_and_numpy_arrays_have_no_key(device, chain_runs):  # noqa: F811
+def test_lists_and_numpy_arrays_have_no_key(chain_runs):
     inputs = draw(0)
     expected = dynamic(*inputs, documents=LENGTHS)[0]
     for _ in range(2):
@@ -235,8 +226,7 @@ def test_lists_and_numpy_arrays_have_no_key(device, chain_runs):  # noqa: F811
     assert chain_runs["forward"] == 1
 
 
-@portable
-def test_compiled_calls_run_programs(device, chain_runs):  # noqa: F811
+def test_compiled_calls_run_programs(chain_runs):
     def call(documents: Any, *x: Any) -> Any:
         return dynamic(*x, documents=documents, keys="global", padding=PADDING)
 

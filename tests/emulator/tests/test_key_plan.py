@@ -153,22 +153,8 @@ SHAPES = [  # keys, queries, batch, heads, head dim, steps of a split: 0 as the 
 @KERNELS
 @pytest.mark.parametrize(("keys", "queries", "batch", "heads", "head_dim", "steps"), SHAPES[:1])
 def test_gradients_of_split_tiles(keys, queries, batch, heads, head_dim, steps, one_pass, name):
-    """Also of tiles without steps, under masks that hide all keys and that show all."""
-    check_gradients(keys, queries, batch, heads, head_dim, steps, one_pass, name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-@KERNELS
-@pytest.mark.parametrize(("keys", "queries", "batch", "heads", "head_dim", "steps"), [
-    *SHAPES[1:], (200, 230, 1, (2, 1), 256, 2)])
-def test_those_of_other_shapes(keys, queries, batch, heads, head_dim, steps, one_pass, name):
-    check_gradients(keys, queries, batch, heads, head_dim, steps, one_pass, name)
-
-
-def check_gradients(keys: int, queries: int, batch: int, heads: tuple[int, int], head_dim: int, steps: int,
-                    one_pass: bool, name: str) -> None:
-    """Against the oracle; in two passes the same bits in any order of threads and on any number of SMs."""
+    """Against the oracle, also of tiles without steps, under masks that hide all keys and that show all; in two passes
+    the same bits in any order of threads and on any number of SMs."""
     rng, mask = np.random.default_rng(1), dict(masks(keys, heads[1]))[name]
     q, dout = rng.standard_normal((2, batch, queries, heads[0], head_dim)).astype(np.float16)
     k, v = rng.standard_normal((2, batch, keys, heads[1], head_dim)).astype(np.float16)
@@ -190,6 +176,15 @@ def check_gradients(keys: int, queries: int, batch: int, heads: tuple[int, int],
     reference.check_attention_gradients(found[0], dout, q, *(np.nan_to_num(x) for x in (k, v)), causal=False,
                                         dense_mask=mask.to_dense(queries), bias=bias[:, :, None])
     assert not found[0].key[:, unseen.T].any() and not found[0].bias[unseen[None]].any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+@KERNELS
+@pytest.mark.parametrize(("keys", "queries", "batch", "heads", "head_dim", "steps"), [
+    *SHAPES[1:], (200, 230, 1, (2, 1), 256, 2)])
+def test_those_of_other_shapes(keys, queries, batch, heads, head_dim, steps, one_pass, name):
+    test_gradients_of_split_tiles(keys, queries, batch, heads, head_dim, steps, one_pass, name)
 
 
 DELAYED = [c for c in (*delay_cases.LONG, *delay_cases.CASES)

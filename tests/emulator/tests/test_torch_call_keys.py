@@ -16,8 +16,6 @@ from tests.emulator.tests.test_torch_programs import (  # noqa: E402
     D,
     W,
     attend,
-    chain_runs,  # noqa: F401
-    device,  # noqa: F401
     draw,
     dynamic,
     from_values,
@@ -26,8 +24,7 @@ from tests.emulator.tests.test_torch_programs import (  # noqa: E402
     step,
 )
 
-# Keys do not depend on the device.
-pytestmark = pytest.mark.parametrize("device", [False], indirect=True, ids=["portable"])
+pytestmark = pytest.mark.usefixtures("chain_runs")
 N = 44  # tokens
 Call = tuple[Callable[..., Any], list[Any]]  # a function and its inputs
 
@@ -68,7 +65,7 @@ def of(call: Callable[..., Any], batch: int = 2, **options: Any) -> Callable[[in
 
 
 @pytest.mark.slow
-def test_strides_alignment_and_gradients_of_inputs(device, chain_runs):  # noqa: F811
+def test_strides_alignment_and_gradients_of_inputs(chain_runs):
     def without(which: int) -> Callable[[int], Call]:
         def make(seed: int) -> Call:
             call, inputs = first(seed)
@@ -84,7 +81,7 @@ def test_strides_alignment_and_gradients_of_inputs(device, chain_runs):  # noqa:
 
 
 @pytest.mark.slow
-def test_options(device, chain_runs):  # noqa: F811
+def test_options(chain_runs):
     padding = torch.arange(2 * N).view(2, N) % 5 > 0
     check(of(dynamic), {
         "window": of(dynamic, window=W + 1), "everything": of(dynamic, window=N), "global": of(dynamic, keys="global"),
@@ -98,7 +95,7 @@ def test_options(device, chain_runs):  # noqa: F811
         "scale": of(attend, causal=True, softcap=2.0, scale=0.1), "no softcap": of(attend, causal=True)})
 
 
-def test_masks(device, chain_runs):  # noqa: F811
+def test_masks(chain_runs):
     key = torch.arange(N, dtype=torch.int32)
     stop = key + 1 + torch.arange(2 * HKV * N, dtype=torch.int32).view(2, HKV, N) * 7 % 30
     kinds = {"starts of each row": dma.IntervalMask((key + stop % 3).contiguous(), stop),
@@ -111,7 +108,7 @@ def test_masks(device, chain_runs):  # noqa: F811
     check(windows.pop(str(N)), windows)
 
 
-def test_parameters_of_scores(device, chain_runs):  # noqa: F811
+def test_parameters_of_scores(chain_runs):
     def first(seed: int) -> Call:
         return from_values, [*draw(seed, length=N)[:3], *parameters(seed).values()]
 
@@ -133,7 +130,7 @@ def _longer_rows(call: Callable[..., Any], inputs: list[Any]) -> Call:
     return call, [*inputs[:3], weight[:, :-8].detach().requires_grad_(), *inputs[4:]]
 
 
-def test_upstream_gradients(device, chain_runs):  # noqa: F811
+def test_upstream_gradients(chain_runs):
     """One forward program has a backward program for each kind of upstream gradient."""
     inputs = draw(0, batch=2, length=N)
     dout = torch.randn(2, N, test_torch_programs.H, D).bfloat16()
@@ -147,7 +144,7 @@ def test_upstream_gradients(device, chain_runs):  # noqa: F811
     assert chain_runs["backward"] >= 3
 
 
-def test_the_deterministic_mode_of_torch(device, chain_runs):  # noqa: F811
+def test_the_deterministic_mode_of_torch(chain_runs):
     """A program built without the mode may sum in any order."""
     q, k, v, s = draw(0, length=N)
 

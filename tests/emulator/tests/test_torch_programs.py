@@ -10,7 +10,6 @@ import pytest
 
 import cupy_dma as dma
 from cupy_dma.backends.cuda.attention import backward, flash_decode, last_queries, sm90_splits
-from cupy_dma.backends.cuda.chain import Chain
 from cupy_dma.backends.cuda.lists import intervals
 from cupy_dma.backends.cuda.runtime.program import fresh
 from tests import emulator
@@ -19,6 +18,7 @@ torch = pytest.importorskip("torch")
 
 from cupy_dma.torch import DynamicMaskAttention, entry  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("chain_runs")
 N, H, HKV, D, W = 150, 4, 2, 64, 20
 
 
@@ -27,27 +27,6 @@ def device(request):
     """An emulated device that runs programs."""
     with (emulator.hopper_gpu if request.param else emulator.using)() as runtime:
         yield runtime
-
-
-@pytest.fixture(autouse=True)
-def chain_runs(monkeypatch):
-    """Counts the forward and backward passes run by chains."""
-    count = {"forward": 0, "backward": 0}
-
-    def counted(name: str) -> Callable[..., Any]:
-        run = getattr(Chain, name)
-
-        def call(*arguments: Any) -> Any:
-            found = run(*arguments)
-            count[name] += found is not None
-            return found
-
-        return call
-
-    for name in count:
-        monkeypatch.setattr(Chain, name, counted(name))
-    monkeypatch.setattr(entry, "_known", {})
-    return count
 
 
 def draw(seed: int, *, dtype: Any = torch.bfloat16, batch: int = 1, length: int = N, grad: bool = True) -> Any:
