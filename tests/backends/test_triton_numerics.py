@@ -36,10 +36,7 @@ def test_low_biases(torch, kind, low, near, softcap):  # noqa: F811
     move, options = converter("torch"), {"causal": True, "softcap": softcap}
     out, lse = map(host, dma.attention(*map(move, arrays), bias=move(bias), **options, return_lse=True,
                                        backend="triton"))
-    ref, ref_lse = reference.attention(*arrays, bias=bias, **options)
-    plain, plain_lse = reference.same_precision_attention(*arrays, bias=bias, **options)
-    reference.assert_matches_reference(out, ref, plain, out.dtype)
-    reference.assert_matches_reference(lse, ref_lse, plain_lse, lse.dtype)
+    reference.check_attention((out, lse), *arrays, bias=bias, **options)
     assert np.isfinite(lse).all() and (lse[..., :90 - near] < -9e8).all()
 
 
@@ -57,11 +54,7 @@ def test_gradients_with_low_biases(torch, kind, low, softcap):  # noqa: F811
     out, lse = dma.attention(*given, bias=move(bias), **options, return_lse=True, backend="triton")
     found = attention_backward(move(dout), *given, out, lse, bias=move(bias), **options, backend="triton")
     dout[:, :40] = 0
-    expected = reference.attention_gradients(dout, *arrays, bias=bias, **options)
-    plain = reference.same_precision_attention_gradients(dout, *arrays, bias=bias, **options)
-    terms = reference.attention_gradient_terms(dout, *arrays, bias=bias, **options)
-    for ours, ref, other, total in zip(map(host, found), expected, plain, terms):
-        reference.assert_matches_reference(ours, ref, other, ours.dtype, factor=3, terms=total)
+    reference.check_attention_gradients(map(host, found), dout, *arrays, bias=bias, **options)
 
 
 @on_device

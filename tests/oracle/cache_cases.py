@@ -132,6 +132,23 @@ class History:
         reference.assert_matches_reference(out, ref[:, begin:end], plain[:, begin:end], out.dtype)
         reference.assert_matches_reference(lse, ref_lse[:, :, begin:end], plain_lse[:, :, begin:end], lse.dtype)
 
+    @property
+    def bias(self) -> dict[str, Any]:
+        """What attention over the whole text adds to logits."""
+        return {"bias": self.data["scores"], "bias_delay": self.bias_delay}
+
+    def check_replay(self, cache: dma.DynamicCache, convert: Callable[[np.ndarray], Any] = np.asarray,
+                     tf32: bool = False) -> None:
+        """Check that attention over the whole text under the recorded stops sees what the queries saw."""
+        stops = cache.stops()
+        mask = dma.IntervalMask.from_stop(np.array(host(stops)))
+        np.testing.assert_array_equal(mask.to_dense(self.length), self.mask)
+        rows = (convert(self.data[name]) for name in ("query", "key", "value"))
+        bias = {name: convert(x) if isinstance(x, np.ndarray) else x for name, x in self.bias.items()}
+        found = dma.attention(*rows, mask=dma.IntervalMask.from_stop(stops), scale=self.scale, softcap=self.softcap,
+                              return_lse=True, **bias)
+        self.check(*(host(x) for x in found), tf32=tf32)
+
     def check_kept(self, cache: dma.DynamicCache, last: int | None = None) -> None:
         """Check that the cache keeps exactly the keys that token ``last`` sees, with their scores."""
         last = self.length - 1 if last is None else last

@@ -49,6 +49,7 @@ class Slots:
     convert: Callable = np.asarray
     tf32: bool = False
     most: int = 6  # maximum tokens of a call
+    named: bool = True  # whether some calls name slots
     options: dict[str, Any] = field(default_factory=dict)  # of the cache
 
     def __post_init__(self) -> None:
@@ -65,9 +66,9 @@ class Slots:
             return [x.tobytes() for x in _ordered(one)]
         return [np.array(host(getattr(one._state, name).array)).tobytes() for name in one._state.arrays]
 
-    def run(self, operations: int) -> None:
+    def run(self, operations: int, what: tuple[str, ...] = OPERATIONS) -> None:
         for _ in range(operations):
-            self.step(str(self.rng.choice(OPERATIONS)))
+            self.step(str(self.rng.choice(what)))
         for text in self.texts:
             text.check(self.tf32)
 
@@ -107,7 +108,10 @@ class Slots:
         for mine, theirs in zip(_ordered(one), _ordered(alone)):
             np.testing.assert_array_equal(mine, theirs)
         if self.cache._record is not None:
-            np.testing.assert_array_equal(host(one.stops()), host(alone.stops()))
+            stops, expected = host(self.cache.stops())[slot], host(alone.stops())[0]
+            for found in (stops[:, :text.done], host(one.stops())[0]):
+                np.testing.assert_array_equal(found, expected)
+            assert (stops[:, text.done:] == np.arange(text.done, stops.shape[1])).all()
 
     def _tokens(self, what: str, slots: np.ndarray) -> None:
         """``extend``, ``update``, or ``attend`` and ``commit`` of some tokens for these slots."""
@@ -115,18 +119,20 @@ class Slots:
         speculates = what == "speculate"
         most = int(rng.choice([1, 1, 2, self.most]))
         added = rng.integers(0, most + 1, n) if rng.random() < 0.5 else np.full(n, most)
-        tokens = [np.stack(x) for x in zip(*[self._of(slot, most) for slot in slots])] if n else [
-            x[None][:0] for x in self._of(-1, most)]
-        how: dict[str, Any] = {"slots": slots} if what != "all" or rng.random() < 0.5 else {}
+        added = added.astype(np.int32 if most == 1 else np.int64)
+        tokens = [np.stack(x) for x in zip(*map(self._of, slots, [most] * n, added))] if n else [
+            x[None][:0] for x in self._of(-1, most, 0)]
+        how: dict[str, Any] = {"slots": slots} if what != "all" or self.named and rng.random() < 0.5 else {}
         if n and rng.random() < 0.4:
             tokens, how["cu_seqlens"] = packed(tokens, added, behind := int(rng.integers(0, 3)))
             how["tail_padding"] = behind > 0
         elif (added < most).any():
             how["lengths"] = added
         arrays = [self.convert(x) for x in tokens]
-        how = {name: self.convert(x) if isinstance(x, np.ndarray) else x for name, x in how.items()}
+        how = {name: x if not isinstance(x, np.ndarray) else x.tolist() if most == 2 and n else self.convert(x)
+               for name, x in how.items()}
         if what == "update":
-            self.cache.update(*arrays[1:], **how)
+            assert self.cache.update(*arrays[1:], **how) is None
             kept = added
         else:
             call = self.cache.attend if speculates else self.cache.extend
@@ -150,12 +156,14 @@ class Slots:
         self.cache.commit(self.convert(counts))
         return counts
 
-    def _of(self, slot: int, n: int) -> list[np.ndarray]:
-        """The next ``n`` tokens of a sequence, or NaN for an empty slot."""
+    def _of(self, slot: int, most: int, n: int) -> list[np.ndarray]:
+        """The next ``n`` tokens of a sequence, none for an empty slot, and NaN up to ``most``."""
         text = self.texts[max(slot, 0)]
         begin = text.done if slot >= 0 else 0
-        found = [x[0] for x in text.case.tokens(begin, begin + n)]
-        return found if slot >= 0 else [np.full_like(x, np.nan) for x in found]
+        found = [x[0].copy() for x in text.case.tokens(begin, begin + most)]
+        for x, axis in zip(found, (0, 0, 0, 1)):
+            np.moveaxis(x, axis, 0)[n if slot >= 0 else 0:] = np.nan
+        return found
 
     def _note(self, out: np.ndarray, lse: np.ndarray, slots: np.ndarray, added: np.ndarray, is_packed: bool) -> None:
         """Record the results of real tokens, and check that those of padding are 0."""

@@ -108,36 +108,9 @@ def test_a_cache_has_the_type_of_an_array(kind, convert, data):
     assert "dtype='float16'" in repr(told)
 
 
-def test_a_cache_takes_lists_and_scores_of_any_strides(convert, data):
-    q, k, v, s = map(convert, data)
-    strided = convert(np.ascontiguousarray(data[3].swapaxes(1, 2))).swapaxes(1, 2)
-    caches = [dma.DynamicCache(B, HKV, 3, D, like=q, recent=1) for _ in range(2)]
-    found = caches[0].extend(q, k, v, strided, lengths=[N, 5])
-    assert equal(convert, found, caches[1].extend(q, k, v, s, lengths=convert(np.array([N, 5]))))
-    rows = [x.reshape(B * N, -1, D) for x in (q, k, v)]
-    packed = convert(data[3].swapaxes(0, 1).reshape(HKV, B * N).copy())
-    found = caches[0].extend(*rows, packed, cu_seqlens=[0, 7, B * N])
-    assert equal(convert, found, caches[1].extend(*rows, packed, cu_seqlens=convert(np.array([0, 7, B * N]))))
-
-
 def copies(x):
     yield from (copy.copy(x), copy.deepcopy(x), copy.deepcopy([x, x])[1])
     yield from (pickle.loads(pickle.dumps(x, protocol)) for protocol in (2, pickle.HIGHEST_PROTOCOL))
-
-
-@pytest.mark.parametrize("backend", [None, "numpy"])
-def test_copies_and_pickles_of_a_cache(backend, convert, data):
-    q, k, v, s = map(convert, data)
-    cache = dma.DynamicCache(B, HKV, 3, D, like=q, sinks=1, recent=2, backend=backend)
-    cache.extend(q, k, v, s)
-    twins = list(copies(cache))
-    expected = convert.back(cache.extend(q, k, v, s))
-    for twin in twins:  # they share nothing with the cache, which has advanced
-        assert repr(twin) == repr(cache) and convert.back(twin.length).tolist() == [N] * B
-        assert np.array_equal(convert.back(twin.extend(q, k, v, s)), expected)
-        assert equal(convert, twin.kept().positions, cache.kept().positions)
-    (empty,) = (pickle.loads(pickle.dumps(dma.DynamicCache(0, 1, 2, 4, 6, "float32"))),)
-    assert "batch=0" in repr(empty) and "value_dim=6" in repr(empty)
 
 
 def test_copies_of_a_cache_keep_its_backend(monkeypatch, convert, data):

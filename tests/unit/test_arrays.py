@@ -35,11 +35,13 @@ SOME = [case for case in cases.CASES if case.name.startswith((
 @pytest.mark.parametrize("case", SOME, ids=str)
 def test_torch_tensors_give_torch_tensors(case, torch):
     out, lse = cases.run(case, lambda x: library_named("torch").from_numpy(x, CPU))
-    assert isinstance(out, torch.Tensor) and isinstance(lse, torch.Tensor)
-    assert out.dtype == getattr(torch, case.dtype) and out.is_contiguous()
-    out, lse = (library_named("torch").to_numpy(x) for x in (out, lse))
-    for ours, theirs in zip((out, lse), cases.run(case)):
-        assert np.array_equal(ours, theirs, equal_nan=False)
+    assert out.dtype == getattr(torch, case.dtype)
+    gradients = cases.run_backward(case, lambda x: library_named("torch").from_numpy(x, CPU), with_dlse=True)
+    for ours, theirs in zip((out, lse, *gradients), (*cases.run(case), *cases.run_backward(case, with_dlse=True))):
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            assert isinstance(ours, torch.Tensor) and ours.is_contiguous()
+            assert np.array_equal(library_named("torch").to_numpy(ours), theirs, equal_nan=False)
 
 
 def test_every_stage_keeps_the_kind(rng, torch):
@@ -64,17 +66,6 @@ def test_every_stage_keeps_the_kind(rng, torch):
         assert (mask & mask) == mask and (mask | mask) == mask
         window = dma.IntervalMask.sliding_window(9, 2, like=q)
         dma.attention(q, k, k, mask=mask | window)
-
-
-@pytest.mark.parametrize("case", SOME, ids=str)
-def test_gradients_of_torch_tensors_are_torch_tensors(case, torch):
-    library = library_named("torch")
-    found = cases.run_backward(case, lambda x: library.from_numpy(x, CPU), with_dlse=True)
-    for ours, theirs in zip(found, cases.run_backward(case, with_dlse=True)):
-        assert (ours is None) == (theirs is None)
-        if ours is not None:
-            assert isinstance(ours, torch.Tensor) and ours.is_contiguous()
-            assert np.array_equal(library.to_numpy(ours), theirs, equal_nan=False)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "bool", "int32", "int64"])

@@ -75,26 +75,6 @@ def test_computed_scores_are_delayed(rng):
     assert np.array_equal(packed, expected[0])
 
 
-@pytest.mark.parametrize(("queries", "keys"), [(30, 40), (40, 30)])
-def test_a_delay_of_the_length_is_no_bias(queries, keys, rng):
-    q, k, v, bias = draw(rng, queries, keys)
-    bias[...] = np.nan
-    out, lse = dma.attention(q, k, v, return_lse=True)
-    found = dma.attention(q, k, v, bias=bias, bias_delay=keys, return_lse=True)
-    assert np.allclose(found[0], out, rtol=1e-5, atol=1e-6) and np.allclose(found[1], lse, rtol=1e-6)
-    gradients = dma.backward.attention_backward(out, q, k, v, *found, bias=bias, bias_delay=keys)
-    assert not gradients.bias.any() and all(np.isfinite(x).all() for x in gradients[:3])
-
-
-def test_without_a_delay_queries_ahead_of_a_key_add_its_bias(rng):
-    q, k, v, bias = draw(rng)
-    everywhere = np.broadcast_to(bias[:, :, None], (1, 2, 40, 40))
-    behind = np.where(np.tri(40, k=-1, dtype=bool), everywhere, np.float32(0))
-    for delay, per_pair in ((0, everywhere), (1, behind)):
-        out = dma.attention(q, k, v, bias=bias, bias_delay=delay)
-        assert np.allclose(out, dma.attention(q, k, v, bias=per_pair), rtol=1e-4, atol=1e-6)
-
-
 def test_a_bias_of_one_query_is_one_of_keys(rng):
     q, k, v, bias = draw(rng, lq=1)
     assert np.array_equal(dma.attention(q, k, v, bias=bias[:, :, None], bias_delay=9),

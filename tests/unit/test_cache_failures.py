@@ -10,7 +10,8 @@ from cupy_dma.arrays import library_named
 from cupy_dma.backends.numpy import dynamic_cache
 from tests.oracle.cache_cases import History, packed
 
-HISTORY, OF_HEADS = (History(length=60, window=window, sinks=1, recent=2) for window in (6, (6, 3)))
+HISTORY = History(length=60, window=6, sinks=1, recent=2)
+RECORDED = History(length=60, window=(6, 3), sinks=1, recent=2, options={"record_stops": True})
 BEGIN = 30  # tokens that the cache holds
 
 
@@ -120,6 +121,8 @@ def numpy_allocations():
 def same_state(cache, other):
     names = (*cache._state.arrays, "tickets")
     pairs = [[np.asarray(getattr(each._state, name).array) for each in (cache, other)] for name in names]
+    if cache._record is not None:
+        pairs.append([np.asarray(each.stops()) for each in (cache, other)])
     return all(np.array_equal(a, b, equal_nan=a.dtype.kind == "f") for a, b in pairs)
 
 
@@ -128,7 +131,7 @@ def results(found):
 
 
 @pytest.mark.parametrize("allocations", [torch_allocations, numpy_allocations])
-@pytest.mark.parametrize("history", [HISTORY, OF_HEADS], ids=str)
+@pytest.mark.parametrize("history", [HISTORY, RECORDED], ids=str)
 @pytest.mark.parametrize("name", CALLS)
 def test_a_failed_allocation_changes_nothing(name, history, allocations, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "HISTORY", history)

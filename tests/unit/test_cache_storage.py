@@ -1,6 +1,5 @@
 """Caches with 8-bit rows that were not rounded beforehand. test_cache.py, test_slots.py and the emulator's tests cover
 8-bit rows too, with the rounded histories of ``cache_cases``."""
-import pickle
 from dataclasses import replace
 
 import numpy as np
@@ -90,20 +89,10 @@ def test_a_cache_reads_rounded_rows(case, storage, convert):
 
 
 @pytest.mark.parametrize("storage", STORAGE)
-def test_copies_and_saved_states(storage, convert):
-    case = History(length=24, batch=3, recent=2, window=(7, 3), dtype="float16", options={"storage": storage})
+def test_saved_states_have_scales(storage, convert):
+    case = History(length=24, options={"storage": storage})
     cache = case.cache(convert)
-    case.run(cache, [9, 1, 1], convert)
-    others = [cache.clone(), pickle.loads(pickle.dumps(cache)), case.cache(convert)]
-    others[2].load_state_dict(cache.state_dict())
-    assert {"key_scale", "value_scale"} <= cache.state_dict().keys()
-    cache.reorder([2, 0, 1])
-    for other in others:
-        assert other.storage == storage and f"storage='{storage}'" in repr(other)
-        other.reorder([2, 0, 1])
-        for name in other._state.arrays:
-            ours, theirs = (host(getattr(x._state, name).array) for x in (other, cache))
-            np.testing.assert_array_equal(ours, theirs)
+    assert {"key_scale", "value_scale"} <= cache.state_dict().keys() and f"storage='{storage}'" in repr(cache)
     with pytest.raises(TypeError, match=r"saved\['key'\] must be"):
         case.cache(convert, storage=None).load_state_dict(cache.state_dict())
 

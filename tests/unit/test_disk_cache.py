@@ -65,26 +65,18 @@ def test_files_have_the_mode_that_the_umask_gives(compiler, umask):
     assert {path.suffix for path in folder.iterdir()} == {".cubin", ".json"}
 
 
-@pytest.mark.parametrize("damaged", [
-    b"", b"{", b"null", b"[]", b"\xff\xfe", b'{"registers": 17}',
-    b'{"registers": 17, "stack_bytes": 8, "spill_bytes": 7}', None])
-def test_a_damaged_record_is_made_anew(compiler, damaged):
-    record = compile_anew().path.with_suffix(".json")
-    whole = record.read_bytes()
-    record.unlink() if damaged is None else record.write_bytes(damaged)
-    compile_anew()
-    compile_anew()
-    assert compiler.calls == 2
-    assert record.read_bytes() == whole
-
-
-@pytest.mark.parametrize("damaged", [b"", CUBIN[:-1], bytes(len(CUBIN)), None])
-def test_a_damaged_cubin_is_made_anew(compiler, damaged):
-    path = compile_anew().path
+@pytest.mark.parametrize(("suffix", "damaged"), [
+    *((".json", text) for text in (b"", b"{", b"null", b"[]", b"\xff\xfe", b'{"registers": 17}',
+                                   b'{"registers": 17, "stack_bytes": 8, "spill_bytes": 7}', None)),
+    *((".cubin", text) for text in (b"", CUBIN[:-1], bytes(len(CUBIN)), None))])
+def test_a_damaged_file_is_made_anew(compiler, suffix, damaged):
+    path = compile_anew().path.with_suffix(suffix)
+    whole = path.read_bytes()
     path.unlink() if damaged is None else path.write_bytes(damaged)
     compile_anew()
     compile_anew()
     assert compiler.calls == 2
+    assert path.read_bytes() == whole
 
 
 def test_files_of_another_user_are_replaced(compiler, monkeypatch):

@@ -28,10 +28,10 @@ def run_arrays(draw, shape):
 
 
 @st.composite
-def masks(draw, starts_at_key=None):
+def masks(draw):
     """Any mask of N keys: arbitrary runs, or one of the constructors."""
     shape = draw(st.sampled_from([(1, 1, N), (2, 1, N), (1, 3, N), (2, 3, N)]))
-    if starts_at_key if starts_at_key is not None else draw(st.booleans()):
+    if draw(st.booleans()):
         maker = draw(st.sampled_from(["causal", "window", "sinks", "top_w", "documents"]))
         w = draw(st.integers(1, N + 1))
         scores = np.array(draw(st.lists(st.integers(0, 3), min_size=N, max_size=N)), np.float32)
@@ -180,12 +180,9 @@ def test_moving_a_mask(convert):
 
 
 # ---- composition ----
-@given(masks(), masks(), masks())
+@given(masks(), masks())
 @quick
-def test_laws_of_the_intersection(a, b, c):
-    assert a & b == b & a
-    assert (a & b) & c == a & (b & c)
-    assert a & a == a
+def test_the_intersection_is_the_intersection(a, b):
     for n in (0, 4, N, N + 3):
         assert np.array_equal((a & b).to_dense(n), a.to_dense(n) & b.to_dense(n))
 
@@ -204,16 +201,6 @@ def test_the_union_is_the_union_or_an_error(a, b):
     assert both == union(b, a)
     for n in (0, 4, N, N + 3):
         assert np.array_equal(both.to_dense(n), a.to_dense(n) | b.to_dense(n))
-
-
-@given(masks(starts_at_key=True), masks(starts_at_key=True), masks(starts_at_key=True))
-@quick
-def test_masks_that_start_at_the_key_form_a_lattice(a, b, c):
-    assert a._starts == b._starts == "key"
-    assert (a | b) | c == a | (b | c)
-    assert a & (b | c) == (a & b) | (a & c)
-    assert a | (a & b) == a and a & (a | b) == a
-    assert (a | b)._starts == (a & b)._starts == "key"
 
 
 @given(masks(), masks())
@@ -239,6 +226,8 @@ def test_hints_hold_after_composition(a, b):
         if mask._causal_only:
             assert mask == M.causal(N)
         assert_bound(mask)
+    if a._starts == b._starts == "key":
+        assert (a | b)._starts == (a & b)._starts == "key"  # they touch, so their union is a mask
 
 
 @given(masks(), st.integers(0, 2 * N))
@@ -367,23 +356,13 @@ def test_from_stop_without_keys():
 @pytest.mark.parametrize(("delay", "sinks"), [(1, 0), (3, 2), (2**40, 0), (2, 2**40)])
 def test_from_gate(convert, shape, delay, sinks, rng):
     bias = rng.standard_normal(shape).astype(np.float32)
-    bias[..., 2:3], bias[..., 4:5] = np.nan, -np.inf
+    for key, number in ((2, np.nan), (4, -np.inf), (5, 0.25), (7, np.inf)):
+        bias[..., key:key + 1] = number
     mask = M.from_gate(convert(bias), delay=delay, threshold=0.25, sinks=sinks)
     assert mask.shape == (1, 1, *shape)[-3:] and mask._hints == Hints("key")
     position, key = np.arange(shape[-1])[:, None], np.arange(shape[-1])
     seen = (key <= position) & ((position - key < delay) | ~(bias < 0.25)[..., None, :] | (key < sinks))
     assert np.array_equal(convert.back(mask.to_dense(shape[-1])), seen.reshape(*mask.shape[:2], *seen.shape[-2:]))
-
-
-@given(st.integers(0, 12), st.integers(1, 14), st.integers(0, 4), st.data())
-@settings(max_examples=100, deadline=None)
-def test_from_gate_is_the_definition(n, delay, sinks, data):
-    numbers = st.sampled_from([-np.inf, -2.0, -1.0, -0.5, 0.0, np.inf, np.nan])
-    bias = np.array(data.draw(st.lists(numbers, min_size=2 * n, max_size=2 * n))).reshape(1, 2, n)
-    dense = M.from_gate(bias, delay=delay, threshold=-0.5, sinks=sinks).to_dense(n)
-    for head, i, j in np.ndindex(2, n, n):
-        forgotten = bias[0, head, j] < -0.5 and j >= sinks and i >= j + delay
-        assert dense[0, head, i, j] == (j <= i and not forgotten)
 
 
 def seen_in_columns(columns: np.ndarray, causal: bool) -> np.ndarray:

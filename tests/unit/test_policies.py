@@ -60,14 +60,6 @@ def test_against_a_cache_written_out(name, sinks, rng, convert):
     np.testing.assert_allclose(out, expected, rtol=0, atol=1e-12)
 
 
-def test_streaming_is_sinks_and_a_window(rng):
-    query, key, _ = drawn(rng, np.float32)
-    found = dma.IntervalMask.from_stop(evictions(query, key, BUDGET, "streaming", sinks=4))
-    masks = dma.IntervalMask
-    np.testing.assert_array_equal(found.to_dense(N), np.broadcast_to(
-        (masks.sinks(N, 4) | masks.sliding_window(N, BUDGET - 4)).to_dense(N), (B, HKV, N, N)))
-
-
 def test_the_example(rng):
     from examples import eviction
 
@@ -201,31 +193,6 @@ def test_a_press_as_a_cache(rng):
     assert (cache.kept().positions >= 0).sum(-1).max() <= budget + 1  # the last token, too
     later = cache.extend(query[:, prompt:], key[:, prompt:], value[:, prompt:], gates[..., prompt:], add_gates=False)
     np.testing.assert_allclose(later, out[:, prompt:], rtol=0, atol=1e-5)
-
-
-def test_policies_at_equal_kept_rows(rng):
-    """Queries are Gaussian, and a few keys point in their mean direction: policies that use queries find these keys,
-    with equally many rows."""
-    prompt, budget, length = 160, 24, 200
-    direction = rng.standard_normal((HKV, D))
-    query = 1.5 * np.repeat(direction, H // HKV, 0) + 0.5 * rng.standard_normal((B, length, H, D))
-    key, value = rng.standard_normal((2, B, length, HKV, D))
-    places = np.stack([rng.permutation(prompt - 40)[:16] + 4 for _ in range(B)])
-    for b in range(B):
-        key[b, places[b]] += 1.5 * direction
-    full = dma.attention(query, key, value, causal=True)
-    knorm = from_press(lambda module, x, keys, values, attentions, kwargs: -(keys ** 2).sum(-1), key, value, budget,
-                       prompt)
-    anyone = from_press(lambda module, x, keys, values, attentions, kwargs: rng.random(keys.shape[:3]), key, value,
-                        budget, prompt)
-    found = {"expected": expected_attention(query, key, value, budget, prompt, sinks=0), "knorm": knorm,
-             "random": anyone, "snapkv": snapkv(query, key, budget, prompt, window=8, pool=1)}
-    error = {}
-    for name, stop in found.items():
-        assert ((stop[..., :prompt] == NEVER).sum(-1) == budget).all(), name
-        out = dma.attention(query, key, value, mask=dma.IntervalMask.from_stop(stop))
-        error[name] = np.abs(out - full)[:, prompt:].mean()
-    assert max(error["expected"], error["snapkv"]) < 0.7 * min(error["random"], error["knorm"]), error
 
 
 @pytest.mark.parametrize(("call", "error", "message"), [

@@ -23,7 +23,7 @@ CASES = [
     Gates(), Gates(capacity=3), Gates(capacity=(1, 6), sinks=0, add_gates=False)]
 
 
-@pytest.mark.feature("cuda numpy forward", "DynamicCache", "slots, attend, commit")
+@pytest.mark.feature("cuda numpy forward", "DynamicCache", "slots, attend, commit", "update")
 @pytest.mark.feature("cuda numpy forward", "GatedCache", "slots, attend, commit")
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("seed", range(2))
@@ -33,6 +33,18 @@ def test_sequences_come_and_go(case, seed, convert):
     with mock.patch.multiple(gated_cache, **rooms):
         Slots(replace(case, batch=4, length=30, head_dim=4), np.random.default_rng(seed), convert,
               convert.name in ("cupy", "torch-cuda")).run(30)
+
+
+@pytest.mark.feature("cuda numpy forward", "DynamicCache", "lengths, cu_seqlens")
+@pytest.mark.parametrize("options", [
+    {}, {"sinks": 2, "recent": 3}, {"bias_delay": 5}, {"bias_delay": 2**30},
+    {"window": (9, 4), "bias_delay": 12, "sinks": 1}, {"options": {"record_stops": True}, "sinks": 1, "recent": 2}],
+                         ids=str)
+def test_sequences_of_different_lengths(options, convert):
+    """Without slots."""
+    calls = Slots(History(batch=3, length=60, head_dim=16, **options), np.random.default_rng(3), convert,
+                  convert.name in ("cupy", "torch-cuda"), most=12, named=False)
+    calls.run(16, ("all",))
 
 
 def stored(cache):

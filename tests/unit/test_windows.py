@@ -1,6 +1,4 @@
 """A window per kv head gives the same as a call per head with its own window (SPEC section 17)."""
-import pickle
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -129,25 +127,16 @@ def test_wrong_windows(window, error, message):
 
 
 def test_caches():
-    """Each head keeps the same keys as its own cache with its window, also after saving; test_cache.py checks
-    outputs."""
-    query, key, value, scores, _ = draw(np.float32)
+    """test_cache.py checks what they keep."""
+    key = draw(np.float32)[1]
     cache = DynamicCache(B, HKV, list(WINDOWS), D, like=key)
     assert cache.window == WINDOWS and cache.positions.shape == (B, HKV, max(WINDOWS))
     row, pair = 2 * 4 * D + 4 + 8 + 1, 3 * 4 + 4 + 8  # bytes: of a row, and of a sequence's head; then of lengths
     assert cache.memory_bytes == B * (sum(WINDOWS) * row + HKV * pair + 8)
     assert DynamicCache(B, HKV, 17, D, like=key).memory_bytes == B * (HKV * 17 * row + HKV * 3 * 4 + 8)
     assert DynamicCache(1, HKV, [3, 3], D).window == 3
-    cache.extend(query, key, value, scores)
-    again = pickle.loads(pickle.dumps(cache))
-    for head, size in enumerate(WINDOWS):
-        alone = DynamicCache(B, 1, size, D, like=key)
-        alone.extend(*own(head, query, key, value, scores))
-        for made in (cache, again, cache.clone()):
-            assert np.array_equal(made.kept().positions[:, head, :size], alone.kept().positions[:, 0])
-            assert (made.kept().positions[:, head, size:] == -1).all()
     saved = cache.state_dict()
-    again.load_state_dict({**saved, "window": list(WINDOWS)})  # as JSON has it
+    cache.load_state_dict({**saved, "window": list(WINDOWS)})  # as JSON has it
     with pytest.raises(ValueError, match=r"saved must be of a cache with window=\(3, 17\), got \(17, 3\)"):
         cache.load_state_dict({**saved, "window": (17, 3)})
     with pytest.raises(ValueError, match=r"saved must be of a cache with as many rows .*got .*9"):
