@@ -7,9 +7,7 @@ import json
 import math
 import os
 from dataclasses import replace
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -20,7 +18,6 @@ from benchmarks.harness import decoder, measure, pages, pages_models  # noqa: E4
 from benchmarks.harness.pages import REPORTS  # noqa: E402
 from benchmarks.harness.report import value  # noqa: E402
 from benchmarks.routines import (  # noqa: E402
-    accuracy,
     backward,
     cpu,
     decode,
@@ -32,7 +29,6 @@ from benchmarks.routines import (  # noqa: E402
     intervals,
     training,
 )
-from cupy_dma import backends  # noqa: E402
 from cupy_dma.backends.numpy.threads import one_blas_thread  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("one_thread"),
@@ -54,7 +50,7 @@ def test_every_routine_is_listed(capsys):
     with pytest.raises(SystemExit) as end:
         main(["--help"])
     listed = capsys.readouterr().out
-    assert end.value.code == 0 and len(methods()) == 24
+    assert end.value.code == 0 and len(methods()) == 23
     for name, method in methods().items():
         assert f"  {name} " in listed and method.partition("\n")[0] in listed and len(method) > 200
 
@@ -365,65 +361,6 @@ def test_pauses_are_between_kernels_of_a_step():
     for count in (0, 7):
         with pytest.raises(ValueError, match=f"got {count} of them"):
             gaps.pauses([("kernel", 0, 1)] * count, 3)
-
-
-# ---- accuracy -------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("what", "tensors"), [("forward", {"out", "lse"}), ("backward", set(accuracy.GRADIENTS))])
-def test_accuracy_of_named_cases(what, tensors, tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(backends._registered, "triton", SimpleNamespace(unavailable=lambda: "not today"))
-    monkeypatch.delitem(backends._loaded, "triton", raising=False)
-    rows = run("accuracy", tmp_path, what, "--backend", "numpy", "--backend", "triton", "--cases", "odd",
-               file=f"{what}_equivalence")["rows"]
-    assert [(row["backend"], row["dtype"], row["reason"]) for row in rows] == [
-        ("triton", "", "not available: not today"), *(("numpy", dtype, "") for dtype in accuracy.DTYPES)]
-    for row in rows[1:]:
-        assert row["tensors"].keys() == tensors and row["ok"]
-        assert any(0 < tensor["error"] <= tensor["allowed"] for tensor in row["tensors"].values())
-    assert "not today" in capsys.readouterr().out
-
-
-def test_accuracy_of_the_grid(tmp_path, capsys):
-    lines = run("accuracy", tmp_path, "grid", "--backend", "numpy", "--cases", "softcap-40.0", "--dlse",
-                file="grad_equivalence")["lines"]
-    assert [(line["backend"], line["dtype"], line["cases"]) for line in lines] == [
-        ("numpy", dtype, 2) for dtype in accuracy.SUITES["grid"].dtypes]
-    assert all(0 < ratio <= 1 for line in lines for ratio in line["worst_error_over_allowed"].values())
-    assert "numpy" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("wrong", [lambda x: x * 1.1, lambda x: x * np.nan, lambda x: x[:, :1], lambda x: None,
-                                   lambda x: x.astype(np.float64)])
-@pytest.mark.parametrize(("what", "file", "cases", "tensor"), [
-    ("forward", "forward_equivalence", "odd", "out"), ("grid", "grad_equivalence", "scale", "value")])
-def test_inaccurate_results_fail(tmp_path, monkeypatch, capsys, what, file, cases, tensor, wrong):
-    suite = accuracy.SUITES[what]
-
-    def broken(*arguments):
-        found = suite.run(*arguments)
-        return {**found, tensor: wrong(found[tensor])}
-
-    monkeypatch.setitem(accuracy.SUITES, what, suite._replace(run=broken))
-    run("accuracy", tmp_path, what, "--backend", "numpy", "--dtype", "float16", "--cases", cases, file=file, status=1)
-    assert "EXCEEDS" in capsys.readouterr().out
-
-
-def test_refused_cases_are_counted(tmp_path, monkeypatch, capsys):
-    """A refused case is named. As on a GPU, the grid counts it, and CUDA has no line for types that it does not
-    support."""
-    def refuse(*arguments):
-        raise NotImplementedError("backend='numpy' cannot do this: it is Sunday")
-
-    monkeypatch.setitem(accuracy.SUITES, "forward", accuracy.SUITES["forward"]._replace(run=refuse))
-    run("accuracy", tmp_path, "forward", "--backend", "numpy", "--cases", "odd", file="forward_equivalence", status=1)
-    assert "it is Sunday" in capsys.readouterr().out
-    suite = accuracy.SUITES["grid"]._replace(run=refuse)
-    monkeypatch.setattr(backends, "why_not", lambda backend: None)
-    monkeypatch.setattr(accuracy, "why_not", lambda backend: None)
-    monkeypatch.setattr(accuracy, "library_for", lambda backend, suite: (None, None))
-    lines = accuracy.by_type(list(accuracy.compare(suite, ["cuda"], list(suite.dtypes), "scale")))
-    assert [(line["dtype"], line["cases"], line["not_served"]) for line in lines] == [
-        ("float16", 0, 6), ("bfloat16", 0, 6), ("float32", 0, 6)]
-    assert "–" in accuracy.table(lines)
 
 
 # ---- training -------------------------------------------------------------------------------------------------------
