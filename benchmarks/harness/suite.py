@@ -68,8 +68,8 @@ class Case:
         return zlib.crc32(self.name.encode()) % 2**31
 
 
-def cases(which: str, quick: bool = False) -> list[Case]:
-    """The cases of a set; ``quick`` keeps a few."""
+def cases(which: str) -> list[Case]:
+    """The cases of forward, or a few small ones ("smoke")."""
     if which == "smoke":
         return [Case("smoke", 4, 2, 32, 300, 300, 64, masked=True), Case("smoke", 2, 1, 64, 1, 512, 100, masked=True)]
 
@@ -88,11 +88,7 @@ def cases(which: str, quick: bool = False) -> list[Case]:
               model(16, 64, 16384, 1024), model(16, 64, 32768, 1024), model(16, 64, 131072, 2048),
               model(32, 128, 16384, 1024), model(32, 128, 32768, 1024), model(32, 128, 131072, 2048),
               model(32, 64, 32768, 1024)]
-    if quick:
-        table = [train(1024), train(32768), train(32768, 128, "window"),
-                 Case("infer", 2, 1, 64, 1, 65536, 1024, masked=True)]
-        models = [models[2], models[5]]
-    return {"table": table, "model": models, "all": table + models}[which]
+    return table + models
 
 
 class Benchmark:
@@ -192,16 +188,14 @@ class Suite:
     """A routine that measures cases one by one: its options and its run."""
 
     method: str | None  # the docstring of the routine
-    cases: Callable[[str, bool], list[Case]]
+    cases: Callable[[str], list[Case]]  # of the set "all" or "smoke"
     benchmark: Callable[[Case], Benchmark]
     report: Report
     seconds: float  # no peer starts later
     extra: Callable[[], dict[str, Any]] = dict  # more for the record
-    sets: tuple[str, ...] = ("table", "model", "all", "smoke")
 
     def add_options(self, options: argparse.ArgumentParser) -> None:
-        options.add_argument("--set", choices=self.sets, default="all")
-        options.add_argument("--quick", action="store_true", help="few cases, no FlexAttention")
+        options.add_argument("--set", choices=("all", "smoke"), default="all")
         options.add_argument("--seconds", type=float, default=self.seconds,
                              help="start no peer after this time (default: %(default)g)")
 
@@ -210,10 +204,9 @@ class Suite:
         gc.freeze()  # every graph capture collects garbage and would walk all modules each time
         started = time.monotonic()
         deadline = started + args.seconds
-        chosen = self.cases(args.set, args.quick)
-        extra = self.extra()
+        chosen, extra = self.cases(args.set), self.extra()
         # FlexAttention compiles for every shape: last, so that a short time limit cuts it off first.
-        compiled = [case for case in chosen if case.flex and not args.quick]
+        compiled = [case for case in chosen if case.flex]
         done: dict[str, dict[str, Any]] = {}
         for case in tqdm(chosen + compiled, unit="case", disable=None):
             bench = self.benchmark(case)

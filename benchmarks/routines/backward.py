@@ -37,7 +37,7 @@ from benchmarks.harness.suite import Case
 from cupy_dma.backward import attention_backward, dynamic_mask_attention_backward, key_scores_backward
 
 
-def cases(which: str, quick: bool = False) -> list[Case]:
+def cases(which: str) -> list[Case]:
     """The forward's training cases up to N = 131072, the longest for dense attention. FlexAttention runs three of
     them."""
     if which == "smoke":
@@ -55,15 +55,11 @@ def cases(which: str, quick: bool = False) -> list[Case]:
 
     plain = [Case("plain", 16, 8, dim, n, n, n, batch=16384 // n, pattern=kind)
              for kind in ("causal", "none") for dim in (64, 128) for n in (4096, 16384)]
-    if which == "plain":
-        return plain
     found = [Case(c.set, c.heads, c.kv_heads, c.head_dim, c.query_length, c.key_length, c.window, flex=compiled(c))
-             for c in suite.cases(which, quick) if c.query_length > 1 and c.key_length <= 131072]
-    if which == "table" or quick:
-        return found
+             for c in suite.cases(which) if c.query_length > 1 and c.key_length <= 131072]
     models = [more(32768, heads=64, window=2048), more(32768, head_dim=256), more(8192, heads=32, batch=4),
               more(4096, batch=4), *(more(32768, pattern=kind) for kind in ("rising", "falling", "bursty", "equal"))]
-    return found + models + (plain if which == "all" else [])
+    return found + models + plain
 
 
 class Benchmark(suite.Benchmark):
@@ -191,6 +187,5 @@ def published() -> dict[str, Any]:
         "full": [636, 656, 621, 618]}}
 
 
-SUITE = suite.Suite(__doc__, cases, Benchmark, REPORTS["backward"], seconds=220, extra=published,
-                    sets=("table", "model", "plain", "all", "smoke"))
+SUITE = suite.Suite(__doc__, cases, Benchmark, REPORTS["backward"], seconds=220, extra=published)
 add_options, run = SUITE.add_options, SUITE.run

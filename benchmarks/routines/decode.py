@@ -331,7 +331,7 @@ FREE_SHARE = 0.8  # of the free memory that a history may fill
 COPY_BYTES = 2 * 2**30
 
 
-def cases(which: str, quick: bool = False) -> list[Case]:
+def cases(which: str) -> list[Case]:
     if which == "smoke":
         return [Case("original", 2, 1, 16, 1, 256, 100, flex=True), Case("original", 2, 1, 16, 1, 64, 100),
                 Case("serving", 4, 2, 16, 1, 70, 32, batch=3)]
@@ -339,11 +339,7 @@ def cases(which: str, quick: bool = False) -> list[Case]:
              for n in (256, 1024, 4096, 16384, 65536, 262144, 524288)]
     model = [Case("serving", heads, 8, 128, 1, n, 2048, batch=batch) for heads in (16, 32) for batch in (1, 8, 32, 128)
              for n in (4096, 32768, 131072, 1048576) if n <= 131072 or batch == 1]
-    if quick:
-        table = [case for case in table if case.key_length in (4096, 524288)]
-        model = [case for case in model if (case.heads, case.batch, case.key_length) in
-                 ((16, 32, 4096), (32, 8, 131072))]
-    return {"table": table, "model": model, "all": table + model}[which]
+    return table + model
 
 
 def benchmark(case: Case) -> Benchmark:

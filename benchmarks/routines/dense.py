@@ -306,7 +306,7 @@ class Varlen(Benchmark):
                      (*(x.flatten(0, 1) for x in (dq, dk, dv)), dbias))
 
 
-def cases(which: str, quick: bool = False) -> list[Case]:
+def cases(which: str) -> list[Case]:
     small = which == "smoke"
     n, heads, kv_heads, size, w = (140, 4, 2, 16, 40) if small else (8192, 16, 8, 128, 1024)
 
@@ -316,8 +316,7 @@ def cases(which: str, quick: bool = False) -> list[Case]:
     total = sum(lengths(small))
     found = [case("random", n), case("blocks", n), case("columns", n), case("interval", n, w),
              case("varlen causal", total), case("varlen top-w", total, w)]
-    found += [case("plain", n, 0, size)] if small else [case("plain", m, 0, d) for d in (64, 128) for m in (n, 4 * n)]
-    return found[:4] if quick else found
+    return found + ([case("plain", n)] if small else [case("plain", m, 0, d) for d in (64, 128) for m in (n, 4 * n)])
 
 
 CLASSES = {"random": Random, "blocks": Structured, "columns": Structured, "interval": Interval,

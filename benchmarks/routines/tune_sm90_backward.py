@@ -1,11 +1,10 @@
 """Variants of the Hopper backward beside cuDNN's dense backward: one pass or two, and queries per step.
 
-Cases: those of backward.py's sets ``model`` and ``plain`` up to 32768 keys, and three of ``table``; short ones with few
-tiles; ``dense``, a top-w mask as a dense one, which every call packs and lists. Variants: the portable kernels; two
-passes; two passes with the portable kernel for keys; and one pass, up to head dim 128 and without dense masks. Up to
-head dim 64 each runs with 64 and with 128 queries per step. All four gradients are computed, with prepared interval
-lists. A gradient that differs from the portable kernels' by more than 1 % of its norm is marked WRONG, and the exit
-status is 1.
+Cases: those of backward.py up to 32768 keys, of ``train`` only three; short ones with few tiles; ``dense``, a top-w
+mask as a dense one, which every call packs and lists. Variants: the portable kernels; two passes; two passes with the
+portable kernel for keys; and one pass, up to head dim 128 and without dense masks. Up to head dim 64 each runs with 64
+and with 128 queries per step. All four gradients are computed, with prepared interval lists. A gradient that differs
+from the portable kernels' by more than 1 % of its norm is not right, and the exit status is 1.
 
 The results go to ``hopper_backward.json`` in the folder of the GPU; a run limited to some cases only prints them.
 """
@@ -39,12 +38,11 @@ class Way(NamedTuple):
 
 
 def cases() -> list[Case]:
-    found = backward.cases("model") + backward.cases("plain") + backward.cases("table")
     short = [Case("short", *sizes, n, n, min(w, n)) for sizes in ((2, 1, 64), (6, 3, 128), (16, 8, 64), (16, 8, 128))
              for n, w in ((1024, 256), (2048, 1024), (4096, 1024), (8192, 1024))]
     dense = [Case("dense", *sizes, n, n, 1024) for *sizes, n in (
         (6, 3, 128, 4096), (16, 8, 64, 8192), (16, 8, 128, 8192), (16, 2, 256, 8192))]
-    return short + dense + [c for c in found if c.key_length <= 32768 and c.set != "window"
+    return short + dense + [c for c in backward.cases("all") if c.key_length <= 32768 and c.set != "window"
                             and (c.set != "train" or c.key_length in (4096, 16384, 32768))]
 
 
