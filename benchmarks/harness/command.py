@@ -54,8 +54,12 @@ def write_record(name: str, args: argparse.Namespace, method: str | None, ok: bo
 
 
 def conclude(name: str, args: argparse.Namespace, method: str | None, ok: bool = True, file: str = "",
-             **result: Any) -> int:
-    """Write the record of a routine to ``file``, by default that of its report, in place of ``name.partial.json``."""
+             whole: bool = True, **result: Any) -> int:
+    """Write the record of a routine to ``file``, by default that of its report, in place of ``name.partial.json``. If
+    it is not ``whole``, only print it."""
+    if not whole:
+        print(report_of(name).text({**measure.machine(), **result}))
+        return 0 if ok else 1
     path = write_record(file or report_of(name).record, args, method, ok, **result)
     path.with_name(f"{name}.partial.json").unlink(missing_ok=True)
     return finished(name, path, ok)

@@ -23,7 +23,6 @@ from tqdm import tqdm
 from benchmarks.harness import measure
 from benchmarks.harness.command import Refused, finished
 from benchmarks.harness.folders import EVIDENCE, write
-from benchmarks.harness.pages import REPORTS
 
 Row = dict[str, Any]
 
@@ -118,7 +117,7 @@ def run_all(name: str, args: argparse.Namespace, method: str | None,
     first, every = args.share
     record = Record(name, args, method)
     status = train_all(record, runs(args)[first - 1::every], args.seconds)
-    return finished(record.path, REPORTS[name], True) or status if record.path.exists() else status
+    return finished(name, record.path) or status if record.path.exists() else status
 
 
 def train_all(record: Record, runs: list[Run], seconds: float) -> int:

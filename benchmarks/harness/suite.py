@@ -15,8 +15,7 @@ from tqdm import tqdm
 
 import cupy_dma as dma
 from benchmarks.harness import measure
-from benchmarks.harness.command import finished, options_of, why_not, write_record
-from benchmarks.harness.report import Report
+from benchmarks.harness.command import conclude, why_not
 
 
 @dataclass(frozen=True)
@@ -187,10 +186,10 @@ def with_verdict(note: str, found: dict[str, Any]) -> str:
 class Suite:
     """A routine that measures cases one by one: its options and its run."""
 
-    method: str | None  # the docstring of the routine
+    name: str  # of the routine
+    method: str | None  # its docstring
     cases: Callable[[str], list[Case]]  # of the set "all" or "smoke"
     benchmark: Callable[[Case], Benchmark]
-    report: Report
     seconds: float  # no peer starts later
     extra: Callable[[], dict[str, Any]] = dict  # more for the record
 
@@ -222,7 +221,5 @@ class Suite:
             del bench
             measure.free_memory()
         ok = all(entry["check"]["ok"] for entry in done.values())
-        path = write_record(f"{self.report.name}_performance.json", args, self.method, ok, timing=measure.__doc__,
-                            arguments=options_of(args), **extra, cases=list(done.values()),
-                            seconds=time.monotonic() - started)
-        return finished(path, self.report, ok)
+        return conclude(self.name, args, self.method, ok, timing=measure.__doc__, **extra, cases=list(done.values()),
+                        seconds=time.monotonic() - started)

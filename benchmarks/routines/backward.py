@@ -32,7 +32,6 @@ import torch
 import cupy_dma as dma
 from benchmarks.harness import measure, peers, suite
 from benchmarks.harness.check import GradientCheck, check_interval_gradients
-from benchmarks.harness.pages import REPORTS
 from benchmarks.harness.suite import Case
 from cupy_dma.backward import attention_backward, dynamic_mask_attention_backward, key_scores_backward
 
@@ -187,5 +186,5 @@ def published() -> dict[str, Any]:
         "full": [636, 656, 621, 618]}}
 
 
-SUITE = suite.Suite(__doc__, cases, Benchmark, REPORTS["backward"], seconds=220, extra=published)
+SUITE = suite.Suite("backward", __doc__, cases, Benchmark, seconds=220, extra=published)
 add_options, run = SUITE.add_options, SUITE.run

@@ -42,7 +42,6 @@ import cupy_dma as dma
 from benchmarks.harness import measure, peers, suite
 from benchmarks.harness.check import TokenCheck, best_keys, sampled_batch
 from benchmarks.harness.command import why_not
-from benchmarks.harness.pages import REPORTS
 from benchmarks.harness.suite import Case
 from cupy_dma.arrays import library_named
 from cupy_dma.cache.storage import fake_quantized
@@ -366,5 +365,5 @@ def machine_limits() -> dict[str, Any]:
     return limits
 
 
-SUITE = suite.Suite(__doc__, cases, benchmark, REPORTS["decode"], seconds=100, extra=machine_limits)
+SUITE = suite.Suite("decode", __doc__, cases, benchmark, seconds=100, extra=machine_limits)
 add_options, run = SUITE.add_options, SUITE.run

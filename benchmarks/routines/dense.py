@@ -30,7 +30,6 @@ import torch
 import cupy_dma as dma
 from benchmarks.harness import measure, peers, suite
 from benchmarks.harness.check import Given, Problem, check_backward, check_forward, sample
-from benchmarks.harness.pages import REPORTS
 from benchmarks.harness.suite import Case
 from cupy_dma.backward import attention_backward, varlen_attention_backward
 
@@ -323,5 +322,5 @@ CLASSES = {"random": Random, "blocks": Structured, "columns": Structured, "inter
            "varlen causal": Varlen, "varlen top-w": Varlen, "plain": Plain}
 
 
-SUITE = suite.Suite(__doc__, cases, lambda case: CLASSES[case.set](case), REPORTS["dense"], seconds=200)
+SUITE = suite.Suite("dense", __doc__, cases, lambda case: CLASSES[case.set](case), seconds=200)
 add_options, run = SUITE.add_options, SUITE.run

@@ -31,7 +31,6 @@ import torch
 
 import cupy_dma as dma
 from benchmarks.harness import measure, peers, suite
-from benchmarks.harness.pages import REPORTS
 from benchmarks.harness.suite import Case, cases
 from cupy_dma.arrays import library_named, numpy_dtype
 from cupy_dma.cli.exact_rows import check_rows
@@ -135,6 +134,6 @@ def host_times() -> dict[str, float]:
     return {name: measure.host_us(call, 100 if measure.on_gpu() else 2) for name, call in calls.items()}
 
 
-SUITE = suite.Suite(__doc__, cases, Benchmark, REPORTS["forward"], seconds=240,
+SUITE = suite.Suite("forward", __doc__, cases, Benchmark, seconds=240,
                      extra=lambda: {"host_us": host_times()})
 add_options, run = SUITE.add_options, SUITE.run

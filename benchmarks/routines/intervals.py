@@ -27,7 +27,6 @@ import torch
 
 import cupy_dma as dma
 from benchmarks.harness import suite
-from benchmarks.harness.pages import REPORTS
 from benchmarks.harness.suite import Case
 from benchmarks.routines import backward
 
@@ -147,5 +146,5 @@ class Benchmark(backward.Benchmark):
             super().peers(deadline, flex)
 
 
-SUITE = suite.Suite(__doc__, cases, Benchmark, REPORTS["intervals"], seconds=220)
+SUITE = suite.Suite("intervals", __doc__, cases, Benchmark, seconds=220)
 add_options, run = SUITE.add_options, SUITE.run

@@ -21,7 +21,6 @@ from dataclasses import asdict
 from typing import Any
 
 from benchmarks.harness import peers, suite
-from benchmarks.harness.pages import REPORTS
 from benchmarks.harness.suite import Case
 from benchmarks.routines import backward
 from cupy_dma.backends.cuda.runtime.program import overridden
@@ -66,5 +65,5 @@ class Benchmark(backward.Benchmark):
                                              self.dout), deadline, "backward")
 
 
-SUITE = suite.Suite(__doc__, cases, Benchmark, REPORTS["portable"], seconds=300)
+SUITE = suite.Suite("portable", __doc__, cases, Benchmark, seconds=300)
 add_options, run = SUITE.add_options, SUITE.run

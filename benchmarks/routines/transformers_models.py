@@ -27,10 +27,8 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.harness import decoder, measure
-from benchmarks.harness.command import Refused, at_least_1, finished, options_of, why_not, write_record
-from benchmarks.harness.pages import REPORTS
-from benchmarks.harness.report import milliseconds
-from benchmarks.routines.training import listed
+from benchmarks.harness.command import Refused, at_least_1, conclude, listed, why_not, write_record
+from benchmarks.harness.report import line
 
 WARM_UP, STEPS, CHECKED = 2, 16, 256
 PARTS = ("prefill", "train", "decode")
@@ -165,14 +163,12 @@ def run(args: argparse.Namespace) -> int:
                                                          *(p for p in args.peers if p == "sdpa")]
             group = [row_of(doge, part, peer, length, args.repeats) for peer in peers]
             for row in group:
-                tqdm.write(f"{part:8} {length:7} {row['peer']:15} {milliseconds(row['ms']):>8} ms  "
-                           f"{row.get('note', '')}{row.get('error', '')}")
+                tqdm.write(line(row))
             ok &= check(group)
             rows += group
-            partial = write_record("transformers_models.partial.json", args, __doc__, arguments=options_of(args),
-                                   rows=rows, transformers=transformers.__version__)
-    path = partial.replace(partial.with_name(f"transformers_models{'' if ok else '.failed'}.json"))
-    return finished(path, REPORTS["transformers_models"], ok)
+            write_record("transformers_models.partial.json", args, __doc__, rows=rows,
+                         transformers=transformers.__version__)
+    return conclude("transformers_models", args, __doc__, ok, rows=rows, transformers=transformers.__version__)
 
 
 def add_options(options: argparse.ArgumentParser) -> None:

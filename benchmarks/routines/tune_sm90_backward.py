@@ -17,9 +17,11 @@ from unittest import mock
 from torch.nn.attention import SDPBackend
 
 from benchmarks.harness import measure, peers
-from benchmarks.harness.command import Refused, needs_hopper, write_record
+from benchmarks.harness.command import Refused, conclude, needs_hopper
+from benchmarks.harness.report import line
 from benchmarks.harness.suite import Case
 from benchmarks.routines import backward
+from benchmarks.routines.tune_sm90 import marked
 from cupy_dma.backends.cuda.attention import sm90_backward
 from cupy_dma.backends.cuda.runtime.program import fresh
 
@@ -88,20 +90,7 @@ def measured(case: Case) -> list[dict[str, Any]]:
     call, note = peers.dense_backward(SDPBackend.CUDNN_ATTENTION, bench.query, bench.key, bench.value, bench.dout,
                                       causal=case.pattern != "none")
     ms, how = measure.gpu_ms(call)
-    rows.append({"way": "cudnn", "ms": ms, "timing": how, "note": note, "right": True})
-    return rows
-
-
-def table(result: dict[str, Any]) -> str:
-    lines = []
-    for entry in result["cases"]:
-        dense = entry["rows"][-1]["ms"]
-        best = min(row["ms"] for row in entry["rows"][:-1])
-        lines.append(entry["name"])
-        for row in entry["rows"]:
-            marks = ["fastest"] * (row["ms"] == best) + ["WRONG"] * (not row["right"])
-            lines.append(f"    {row['way']:34s} {row['ms']:9.3f} ms {dense / row['ms']:6.2f} x cuDNN {' '.join(marks)}")
-    return "\n".join(lines)
+    return [*marked(rows), {"way": "cudnn", "ms": ms, "timing": how, "note": note, "right": True}]
 
 
 def add_options(options: argparse.ArgumentParser) -> None:
@@ -114,11 +103,10 @@ def run(args: argparse.Namespace) -> int:
         raise Refused(f"--case must be part of a case's name, such as {cases()[0].name!r}; got {args.case!r}")
 
     needs_hopper()
-    result: dict[str, Any] = {"cases": []}
+    done = []
     for case in chosen:
-        result["cases"].append({"name": case.name, "rows": measured(case)})
+        done.append({"name": case.name, "rows": measured(case)})
         measure.free_memory()
-        print(table({"cases": result["cases"][-1:]}), flush=True)
-    if not args.case:
-        write_record("hopper_backward.json", args, __doc__, **result)
-    return 0 if all(row["right"] for entry in result["cases"] for row in entry["rows"]) else 1
+        print(case.name, *map(line, done[-1]["rows"]), sep="\n    ", flush=True)
+    return conclude("tune_sm90_backward", args, __doc__, all(row["right"] for one in done for row in one["rows"]),
+                    whole=not args.case, cases=done)

@@ -178,7 +178,7 @@ def test_a_routine_runs_and_goes_on(tmp_path, monkeypatch, capsys, name, part, c
     monkeypatch.setattr(Models, "forward", None)  # nothing is trained again
     assert started(name, tmp_path, *own) == 0 and rows_of(tmp_path, name) == rows
     capsys.readouterr()
-    assert started(name, tmp_path, "--show") == 0
+    assert not started(name, tmp_path, "--show")
     report, result = REPORTS[name], json.loads((tmp_path / f"{name}.json").read_text())
     assert report.text(result) in capsys.readouterr().out
     table = report.pieces[0].table(result)
