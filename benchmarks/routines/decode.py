@@ -322,7 +322,7 @@ class Original(Benchmark):
         start, stop = (x.expand(self.scores.shape).contiguous() for x in (mask.start, mask.stop))
         # One set of arrays: each copy would be compiled again.
         self.checked_peer("flex", "attention", lambda q, k, v, scores: peers.flex(
-            q, k, v, start, stop, scores, compiled=measure.on_gpu()), deadline,
+            q, k, v, scores, peers.intervals(q, k, start, stop), measure.on_gpu()), deadline,
             lambda out: self.checked(out, None, self.case.window), repeat=8)
 
 

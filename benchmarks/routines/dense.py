@@ -129,9 +129,9 @@ class Random(Benchmark):
         blocks = functools.cache(lambda: peers.block_mask(self.mask, compiled))
         self.peer("flex", lambda: functools.partial(peers.block_mask, self.mask, compiled), deadline,
                   "block mask")
-        forward("flex", lambda: peers.masked_flex(*inputs, self.bias, blocks(), compiled))
+        forward("flex", lambda: peers.flex(*inputs, self.bias, blocks(), compiled))
         if compiled:
-            backward("flex", lambda: peers.masked_flex_backward(*inputs, self.dout, self.bias, blocks()))
+            backward("flex", lambda: peers.flex_backward(*inputs, self.dout, self.bias, blocks()))
         added = self.bias.masked_fill(~self.mask, float("-inf"))
         for who, backend in peers.backends("cudnn", "efficient", elsewhere="sdpa").items():
             forward(who, functools.partial(peers.biased_sdpa, backend, *inputs, added))

@@ -103,7 +103,7 @@ class Benchmark(suite.Benchmark):
         if flex:
             if case.flex and measure.on_gpu():
                 start, stop = (x.contiguous() for x in self.intervals())
-                one("flex", lambda: peers.flex(q, k, v, start, stop, self.scores))
+                one("flex", lambda: peers.flex(q, k, v, self.scores, peers.intervals(q, k, start, stop)))
             return
         if case.set != "window" and case.key_length <= 2**19:
             for who, backend in peers.backends("cudnn", "flash").items():

@@ -178,14 +178,14 @@ def test_gradient_check(dtype):
         return check.check_interval_gradients(found._replace(**changed), do, q, k, v, out, lse, scores, start, stop)
 
     right = checked()
-    assert right.ok and right.unseen_keys > 0 and right.keys > 4, right
+    assert right["ok"] and right["unseen_keys"] > 0 and right["keys"] > 4, right
     for name, gradient in found._asdict().items():
-        assert not any(checked(**{name: x}).ok for x in wrong(gradient)[:2]), name
+        assert not any(checked(**{name: x})["ok"] for x in wrong(gradient)[:2]), name
     g, j = (stop[0] <= start[0]).nonzero()[0].tolist()
     for name, index in (("key", (0, j, g)), ("value", (0, j, g)), ("bias", (0, g, j))):
         leak = getattr(found, name).clone()
         leak[index] = 1e-6
-        assert not checked(**{name: leak}).unseen_are_zero
+        assert not checked(**{name: leak})["unseen_are_zero"]
 
 
 @needs_torch
@@ -277,7 +277,8 @@ def test_blocks_of_an_interval_mask():
 def test_flex_computes_the_same(queries):
     _, q, k, v, scores, mask = small()
     q = q[:, -queries:]
-    call = peers.flex(q, k, v, mask.start.expand(1, 2, 256), mask.stop, scores, compiled=False)
+    blocks = peers.intervals(q, k, mask.start.expand(1, 2, 256), mask.stop)
+    call = peers.flex(q, k, v, scores, blocks, compiled=False)
     ours = dma.dynamic_mask_attention(q, k, v, scores, window=40)
     assert torch.allclose(call().transpose(1, 2), ours, atol=2e-5)
 
@@ -290,8 +291,8 @@ def test_flex_gradients_are_those_of_the_same_mask(monkeypatch):
 
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None, raising=False)
     do, q, k, v, scores, mask = small()
-    call, note = peers.flex_backward(q, k, v, do, mask.start.expand(1, 2, 256).contiguous(), mask.stop, scores,
-                                     compiled=False)
+    blocks = peers.intervals(q, k, mask.start.expand(1, 2, 256).contiguous(), mask.stop)
+    call, note = peers.flex_backward(q, k, v, do, scores, blocks, compiled=False)
     ours = gradients_of(do, q, k, v, scores, mask)[2]
     *theirs, bias = call()
     assert note == "" and torch.allclose(bias, ours.bias, atol=1e-4)
@@ -365,7 +366,7 @@ def test_flex_with_a_learned_bias():
     q, k, v, do = (torch.randn(1, 256, heads, 128, device="cuda").bfloat16() for heads in (2, 1, 1, 2))
     mask = torch.rand(1, 2, 256, 256, device="cuda") < 0.5
     bias = torch.randn(1, 2, 256, 256, device="cuda").bfloat16()
-    call, note = peers.masked_flex_backward(q, k, v, do, bias, peers.block_mask(mask, True))
+    call, note = peers.flex_backward(q, k, v, do, bias, peers.block_mask(mask, True))
     print(note or "torch's own tiles")
     inputs = [x.float().requires_grad_() for x in (q, k, v, bias)]
     s = inputs[0].transpose(1, 2) @ inputs[1].permute(0, 2, 3, 1) * 128**-0.5 + inputs[3]
