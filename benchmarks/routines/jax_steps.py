@@ -9,8 +9,6 @@ value, dt_proj and A, jitted, alternating with the same step in torch in one pro
 second are queued; reports wall time, the median of ``ROUNDS`` rounds.
 
 Check: outputs and gradients of both agree in relative norm within ``NEAR``.
-
-Results: ``jax_steps.json`` in the folder of the GPU.
 """
 import argparse
 import os

@@ -100,8 +100,7 @@ def test_pages_show_what_is_recorded(name, piece):
     ("tune_sm90 --kernels tests", "--kernels must be folders like kernels/, got tests, which has no arch.cuh"),
     ("tune_sm90 --case 17/8", "of a case's name, such as short intervals, D64 2/1 N2048 w128; got 17/8"),
     ("tune_sm90_backward --case nothing", "--case must be part of a case's name"),
-    ("mqar --share 4/3", "must be I/N with I from 1 to N, got '4/3'"), ("mqar --share 3", "must be I/N"),
-    ("mqar --share 1/2 --fresh", "--fresh cannot be combined with --share")])
+    ("mqar --share 4/3", "must be I/N with I from 1 to N, got '4/3'"), ("mqar --share 3", "must be I/N")])
 def test_options_are_refused(arguments, message, capsys):
     with pytest.raises(SystemExit) as end:
         main(arguments.split())
