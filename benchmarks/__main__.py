@@ -30,39 +30,37 @@ def shared_options(name: str) -> argparse.ArgumentParser:
     options.add_argument("--out", help="folder for results (default: the GPU's folder in benchmarks/results)")
     options.add_argument("--commit", help="commit to record if this copy of the tree has no git history")
     if name in REPORTS:
-        pages = " and ".join(piece.page for piece in REPORTS[name].pieces)
         options.add_argument("--show", action="store_true", help="print the recorded results")
-        options.add_argument("--update-docs", action="store_true", help=f"write the recorded results into {pages}")
+        if pages := " and ".join(piece.page for piece in REPORTS[name].pieces):
+            options.add_argument("--update-docs", action="store_true", help=f"write the recorded results into {pages}")
     return options
 
 
-def run(name: str, arguments: list[str]) -> int:
+def run(name: str, arguments: list[str]) -> int | None:
     """Run a routine, or show its recorded results, which needs none of its libraries."""
     shared = shared_options(name)
     given, _ = shared.parse_known_args(arguments)
     first, _, method = methods()[name].partition("\n")
     options = argparse.ArgumentParser(prog=f"python -m benchmarks {name}", parents=[shared], description=first,
                                       epilog=method.strip(), formatter_class=argparse.RawDescriptionHelpFormatter)
-    if name in REPORTS and given.update_docs:
-        REPORTS[name].update(given.out)
-    elif name in REPORTS and given.show:
-        REPORTS[name].show(given.out)
-    else:
-        try:
-            routine = importlib.import_module(f"benchmarks.routines.{name}")
-        except ImportError as error:
-            options.error(f"cannot run here: {error}")
-        from benchmarks.harness.command import Refused
+    if getattr(given, "update_docs", False):
+        return REPORTS[name].update(given.out)
+    if getattr(given, "show", False):
+        return REPORTS[name].show(given.out)
+    try:
+        routine = importlib.import_module(f"benchmarks.routines.{name}")
+    except ImportError as error:
+        options.error(f"cannot run here: {error}")
+    from benchmarks.harness.command import Refused
 
-        getattr(routine, "add_options", lambda options: None)(options)
-        try:
-            return routine.run(options.parse_args(arguments))
-        except Refused as error:
-            options.error(str(error))
-    return 0
+    getattr(routine, "add_options", lambda options: None)(options)
+    try:
+        return routine.run(options.parse_args(arguments))
+    except Refused as error:
+        options.error(str(error))
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int | None:
     found = methods()
     width = max(map(len, found)) + 2
     lines = (f"  {name:{width}}{method.partition(chr(10))[0]}" for name, method in found.items())

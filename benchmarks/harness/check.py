@@ -98,7 +98,7 @@ def compare(deviation: Deviation, found: Tensor, exact: Tensor, plain: Tensor, t
 
 def summary(deviations: dict[str, Deviation]) -> dict[str, Any]:
     """"ok", the "worst" error in units of what is allowed, and all errors."""
-    worst = max(d.error / d.allowed if d.allowed else float(d.error > 0) * torch.inf for d in deviations.values())
+    worst = max(math.inf if d.error > d.allowed == 0 else d.error / (d.allowed or 1) for d in deviations.values())
     return {"worst": worst, "ok": worst <= 1,
             "tensors": {name: {"error": d.error, "allowed": d.allowed} for name, d in deviations.items()}}
 
@@ -200,30 +200,12 @@ def compare_backward(deviations: dict[str, Deviation], given: Given, gradients: 
 
 
 # ---- long sequences under an interval mask ----
-@dataclass
-class GradientCheck:
-    queries: int
-    keys: int  # (kv head, key) pairs that were compared
-    unseen_keys: int  # (kv head, key) pairs that no query sees
-    unseen_are_zero: bool
-    gradients: dict[str, dict[str, float]]  # name -> error, allowed
-
-    @property
-    def worst(self) -> float:
-        """The largest error in units of what is allowed."""
-        return max(math.inf if g["error"] > g["allowed"] == 0 else g["error"] / (g["allowed"] or 1)
-                   for g in self.gradients.values())
-
-    @property
-    def ok(self) -> bool:
-        return self.unseen_are_zero and self.queries > 0 and self.keys > 0 and self.worst <= 1
-
-
 def check_interval_gradients(gradients: Any, dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor,
                              lse: Tensor, bias: Tensor | None, start: Tensor, stop: Tensor, seed: int = 0,
-                             bias_delay: int = 0) -> GradientCheck:
+                             bias_delay: int = 0) -> dict[str, Any]:
     """Check gradients of attention under an interval mask for the first batch entry; those of all invisible keys must
-    be zero.
+    be zero. Returns the same as ``check_forward``, and the numbers of sampled queries, of ``keys`` (pairs of a kv head
+    and a key) and of keys that no query sees.
 
     Parameters
     ----------
@@ -239,7 +221,7 @@ def check_interval_gradients(gradients: Any, dout: Tensor, query: Tensor, key: T
     length, kv_heads = len(query), key.shape[1]
     group = query.shape[1] // kv_heads
     rng = np.random.default_rng(seed)
-    rows = sorted({0, length // 2, length - 1, *rng.integers(0, length, 5).tolist()})
+    rows = sample(length, seed)
     life = stop.clamp(max=length) - start
     short = (life > 0) & (life <= LIFE)
     living = torch.nonzero(short if bool(short.any()) else life > 0).cpu().numpy()  # rows (kv head, key)
@@ -266,8 +248,9 @@ def check_interval_gradients(gradients: Any, dout: Tensor, query: Tensor, key: T
     unseen = life <= 0
     zero = all(not bool((x != 0).any(-1)[unseen.T].any()) for x in (dk, dv))
     zero &= dbias is None or not bool((dbias[unseen] != 0).any())
-    return GradientCheck(len(rows), len(drawn), int(unseen.sum()), zero,
-                         {name: {"error": d.error, "allowed": d.allowed} for name, d in deviations.items()})
+    found = summary(deviations)
+    return {"queries": len(rows), "keys": len(drawn), "unseen_keys": int(unseen.sum()), "unseen_are_zero": zero,
+            **found, "ok": found["ok"] and zero and len(drawn) > 0}
 
 
 # ---- decoding ----

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.harness import measure
 from benchmarks.harness.folders import output, write
-from benchmarks.harness.report import Report
+from benchmarks.harness.pages import report_of
 
 
 class Refused(Exception):
@@ -40,15 +40,11 @@ def needs_hopper() -> None:
         raise Refused("this needs a Hopper GPU")
 
 
-def options_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The options of a run, without its output folder."""
-    return {name: x for name, x in vars(args).items() if name not in ("out", "show", "update_docs")}
-
-
 def write_record(name: str, args: argparse.Namespace, method: str | None, ok: bool = True, **result: Any) -> Path:
-    """Write a result with its method and machine to ``name`` in the folder of this run; if ``ok`` is false, to a file
-    beside it. Returns the path."""
-    record = {"method": method, **measure.machine(), **result}
+    """Write a result with its method, machine and options to ``name`` in the folder of this run; if ``ok`` is false, to
+    a file beside it. Returns the path."""
+    options = {name: x for name, x in vars(args).items() if name not in ("out", "show", "update_docs")}
+    record = {"method": method, **measure.machine(), "arguments": options, **result}
     record["commit"] = args.commit or record["commit"]
     path = output(args.out, record["device"]) / name
     path = path if ok else path.with_suffix(".failed.json")
@@ -57,9 +53,21 @@ def write_record(name: str, args: argparse.Namespace, method: str | None, ok: bo
     return path
 
 
-def finished(path: Path, report: Report, ok: bool) -> int:
+def conclude(name: str, args: argparse.Namespace, method: str | None, ok: bool = True, file: str = "",
+             whole: bool = True, **result: Any) -> int:
+    """Write the record of a routine to ``file``, by default that of its report, in place of ``name.partial.json``. If
+    it is not ``whole``, only print it."""
+    if not whole:
+        print(report_of(name).text({**measure.machine(), **result}))
+        return 0 if ok else 1
+    path = write_record(file or report_of(name).record, args, method, ok, **result)
+    path.with_name(f"{name}.partial.json").unlink(missing_ok=True)
+    return finished(name, path, ok)
+
+
+def finished(name: str, path: Path, ok: bool = True) -> int:
     """Draw the chart of what was recorded, print it, and give the exit status."""
-    result = json.loads(path.read_text())
+    report, result = report_of(name), json.loads(path.read_text())
     report.chart(result, path.with_suffix(".png"))
     print(f"{report.text(result)}\nwrote {path}")
     return 0 if ok else 1

@@ -13,8 +13,10 @@ from benchmarks.harness.report import (
     Report,
     Table,
     against,
+    gain,
     label,
     length,
+    line,
     lines,
     machine,
     markdown,
@@ -22,6 +24,7 @@ from benchmarks.harness.report import (
     microseconds,
     milliseconds,
     ms,
+    number,
     ratio,
     text,
     times,
@@ -29,14 +32,9 @@ from benchmarks.harness.report import (
 )
 
 OURS = "cupy_dma"
-PERFORMANCE = "docs/performance.md"
 CHECKED = "Every case was checked against float64 in the same run. All numbers, the method and the chart: "
 WHERE = "[benchmarks/results](../benchmarks/results)."
 Curves = tuple[tuple[str, str, str, str], ...]  # of a chart: who, stage, label, colour
-
-
-def bytes_of(stage: str) -> Cell:
-    return lambda case: mebibytes(value(case, OURS, stage, "peak_bytes"))
 
 
 # ---- forward and backward -------------------------------------------------------------------------------------------
@@ -48,25 +46,12 @@ def in_tables(case: Entry) -> bool:
     return (case["set"], case["key_length"]) in (("train", 32768), ("infer", 524288))
 
 
-def peers(stage: str) -> tuple[tuple[str, Cell], ...]:
-    return (("cuDNN dense", ms("cudnn", stage)), ("FlashAttention dense", ms("flash", stage)),
-            ("FlexAttention, same mask", ms("flex", stage)))
-
-
-FORWARD = Table((
-    ("N, heads, head dim, window", label), *peers("attention"), ("attention", ms(OURS, "lists+attention")),
-    ("all stages", ms(OURS, "total")), ("speedup over cuDNN", against(("cudnn", "attention"), (OURS, "total"))),
-    ("extra memory", bytes_of("total"))))
-BACKWARD = Table((
-    ("N, heads, head dim, window", label), *peers("backward"), ("backward", ms(OURS, "backward")),
-    ("with lists", ms(OURS, "backward+lists")),
-    ("speedup over cuDNN", against(("cudnn", "backward"), (OURS, "backward+lists"))),
-    ("forward and backward", ms(OURS, "forward+backward")),
-    ("speedup over cuDNN", against(("cudnn", "forward+backward"), (OURS, "forward+backward"))),
-    ("extra memory", bytes_of("forward+backward"))))
-
-
-def of_shapes(table: Table, words: str, result: Entry) -> str:
+def of_shapes(stage: str, whole: str, columns: tuple[tuple[str, Cell], ...], words: str, result: Entry) -> str:
+    """Peers' times of a stage, more columns, and the memory of ``whole``."""
+    peers = (("cuDNN dense", ms("cudnn", stage)), ("FlashAttention dense", ms("flash", stage)),
+             ("FlexAttention, same mask", ms("flex", stage)))
+    table = Table((("N, heads, head dim, window", label), *peers, *columns,
+                   ("extra memory", lambda case: mebibytes(value(case, OURS, whole, "peak_bytes")))))
     return (f"{table.of(filter(in_tables, result['cases']))}\n\nMilliseconds, medians, batch 1, bfloat16, independent "
             f"scores, on one {machine(result, 'CUDA', 'torch', 'CuPy')}. {words} {CHECKED}{WHERE}")
 
@@ -80,12 +65,11 @@ def by_shape(curves: Curves, result: Entry) -> list[Panel]:
             shape = f"batch {case['batch']}, {shape}"
         if case.get("pattern"):
             shape += f", {case['pattern']} mask" if case["set"] == "plain" else f", {case['pattern']} scores"
+        title, axis = f"{shape}, w {case['window']}", "key_length"
         if case["set"] == "window":
             title, axis = f"N {size_of(case['key_length'])}, {shape}, growing window", "window"
         elif case["query_length"] == 1:
-            title, axis = f"one query, {shape}, w {case['window']}", "key_length"
-        else:
-            title, axis = f"{shape}, w {case['window']}", "key_length"
+            title = f"one query, {title}"
         panels.setdefault(title, (axis, []))[1].append(case)
     several = {title: panel for title, panel in panels.items() if len({case[panel[0]] for case in panel[1]}) > 1}
     return [lines(title, (Line(points(result["cases"], members, axis, who, stage), *rest)
@@ -105,6 +89,19 @@ def points(cases: list[Entry], members: list[Entry], axis: str, who: str, stage:
     return found
 
 
+FORWARD = partial(of_shapes, "attention", "total", (
+    ("attention", ms(OURS, "lists+attention")), ("all stages", ms(OURS, "total")),
+    ("speedup over cuDNN", against(("cudnn", "attention"), (OURS, "total")))),
+    "*Attention* includes the key lists; *all stages* adds key scores and selection. *FlexAttention* is given its "
+    "block mask.")
+BACKWARD = partial(of_shapes, "backward", "forward+backward", (
+    ("backward", ms(OURS, "backward")), ("with lists", ms(OURS, "backward+lists")),
+    ("speedup over cuDNN", against(("cudnn", "backward"), (OURS, "backward+lists"))),
+    ("forward and backward", ms(OURS, "forward+backward")),
+    ("speedup over cuDNN", against(("cudnn", "forward+backward"), (OURS, "forward+backward")))),
+    "*Backward* gives the gradients of query, key, value and bias; *with lists* also builds the key lists of the mask. "
+    "*Forward and backward* is everything from the values on: key scores, selection, attention and the gradients of "
+    "all of them. *FlexAttention* has the same mask and a learned bias.")
 FORWARD_CURVES: Curves = (
     ("cudnn", "attention", "cuDNN dense", "tab:red"), ("flash", "attention", "FlashAttention dense", "tab:orange"),
     ("masked+build", "attention", "SDPA, dense mask by topk", "tab:brown"),
@@ -119,17 +116,12 @@ BACKWARD_CURVES: Curves = (
 
 
 # ---- decode ---------------------------------------------------------------------------------------------------------
-STEP_US, REPLAY_US, BANDWIDTH, STATELESS_US, SPEEDUP, MEMORY = 12.0, 15.0, 0.70, 40.0, 20.0, 1 / 64  # goals
-
-
 def of_set(result: Entry, name: str) -> list[Entry]:
     return [case for case in result["cases"] if case["set"] == name]
 
 
 def size(count: float | None) -> str:
-    if count is None:
-        return "–"
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+    return number(count, "{:.1f} GiB", 2**30) if (count or 0) >= 2**30 else number(count, "{:.1f} MiB", 2**20)
 
 
 def dense_ms(case: Entry) -> float | None:
@@ -160,76 +152,68 @@ def speedup(case: Entry) -> float | None:
 
 def goals(result: Entry) -> list[Entry]:
     """The goals: name, measured value (None: not measured), limit, and whether it is a minimum or a maximum."""
-    found: list[Entry] = []
-
-    def add(name: str, numbers: Any, limit: float, unit: str, least: bool = False) -> None:
-        known = [x for x in numbers if x is not None]
-        worst = (min if least else max)(known, default=None)
-        ok = None if worst is None else worst >= limit if least else worst <= limit
-        found.append({"name": name, "found": worst, "limit": limit, "unit": unit, "least": least, "ok": ok})
-
     def us(members: list[Entry], stage: str, field: str = "ms") -> Iterator[float | None]:
         return (None if (x := value(case, OURS, stage, field)) is None else 1e3 * x for case in members)
 
-    def serving(batch: int, heads: int, keys: int | None = None) -> list[Entry]:
-        return [case for case in of_set(result, "serving") if (case["batch"], case["heads"]) == (batch, heads)
-                and keys in (None, case["key_length"])]
+    def serving(batch: int, heads: int) -> list[Entry]:
+        return [case for case in of_set(result, "serving") if (case["batch"], case["heads"]) == (batch, heads)]
 
     original = of_set(result, "original")
     full = [case for case in original if case["key_length"] > case["window"]]
-    add("step, 1 sequence, 2/1 heads, D 64, w 1024, slowest over all histories", us(full, "step w1024"), STEP_US, "µs")
-    add("the same as a graph replay with a cold L2 cache, GPU time", us(full, "step w1024", "cold_ms"),
-        REPLAY_US, "µs")
-    add("the same, per replay when many are queued", us(full, "step w1024 replay", "queued_ms"), REPLAY_US, "µs")
-    add("the same, wall time until the result is ready", us(full, "step w1024 replay"), REPLAY_US, "µs")
-    add("stateless, 1 query, 512K keys, with selection",
-        us([case for case in original if case["key_length"] == 524288], "stateless"), STATELESS_US, "µs")
-    add("step, batch 32, 16/8 heads, D 128, w 2048, share of the copy bandwidth",
-        (bandwidth(result, case) for case in serving(32, 16)), BANDWIDTH, "", least=True)
-    long = serving(8, 32, 131072)
-    add("step, batch 8, 32/8 heads, D 128, w 2048, speedup over SDPA, 128K keys", map(speedup, long), SPEEDUP, "×",
-        least=True)
-    add("the same, size of kept keys and values relative to the history",
-        (part / history_bytes(case) for case in long if (part := of_step(case, "kept_bytes"))), MEMORY, "")
+    long = [case for case in serving(8, 32) if case["key_length"] == 131072]
+    found = []
+    for name, numbers, limit, unit, least in (
+            ("step, 1 sequence, 2/1 heads, D 64, w 1024, slowest over all histories", us(full, "step w1024"), 12.0,
+             "µs", False),
+            ("the same as a graph replay with a cold L2 cache, GPU time", us(full, "step w1024", "cold_ms"), 15.0,
+             "µs", False),
+            ("the same, per replay when many are queued", us(full, "step w1024 replay", "queued_ms"), 15.0,
+             "µs", False),
+            ("the same, wall time until the result is ready", us(full, "step w1024 replay"), 15.0, "µs", False),
+            ("stateless, 1 query, 512K keys, with selection",
+             us([case for case in original if case["key_length"] == 524288], "stateless"), 40.0, "µs", False),
+            ("step, batch 32, 16/8 heads, D 128, w 2048, share of the copy bandwidth",
+             (bandwidth(result, case) for case in serving(32, 16)), 0.7, "", True),
+            ("step, batch 8, 32/8 heads, D 128, w 2048, speedup over SDPA, 128K keys", map(speedup, long), 20.0, "×",
+             True),
+            ("the same, size of kept keys and values relative to the history",
+             (part / history_bytes(case) for case in long if (part := of_step(case, "kept_bytes"))), 1 / 64, "",
+             False)):
+        worst = (min if least else max)((x for x in numbers if x is not None), default=None)
+        ok = None if worst is None else worst >= limit if least else worst <= limit
+        found.append({"name": name, "found": worst, "limit": limit, "unit": unit, "least": least, "ok": ok})
     return found
 
 
 def goal_number(goal: Entry, x: float | None) -> str:
-    if x is None:
-        return "–"
-    shown = f"{x:.4f}" if goal["limit"] < 0.1 else f"{x:.2f}" if goal["limit"] < 1 else f"{x:.1f}"
-    return f"{shown} {goal['unit']}".strip()
+    digits = 4 if goal["limit"] < 0.1 else 2 if goal["limit"] < 1 else 1
+    return number(x, f"{{:.{digits}f}} {goal['unit']}").strip()
 
 
 def us_of(who: str, stage: str) -> Cell:
     return lambda case: microseconds(value(case, who, stage.format(**case)))
 
 
-ORIGINAL = Table((
-    ("1 query, keys", lambda case: length(case["key_length"])), ("all keys: cuDNN", us_of("cudnn", "dense")),
-    ("FlashAttention", us_of("flash", "dense")), ("masked SDPA", us_of("masked", "attention")),
-    ("masked SDPA, mask built", us_of("masked+build", "attention")), ("FlexAttention", us_of("flex", "attention")),
-    ("stateless", us_of(OURS, "stateless")), ("interval mask given", us_of(OURS, "prepared")),
-    ("cache step", us_of(OURS, "step w{window}")), ("replay, end to end", us_of(OURS, "step w{window} replay"))),
-    words=0)
-GOALS = Table((("goal", lambda goal: goal["name"]), ("measured", lambda goal: goal_number(goal, goal["found"])),
-               ("limit", lambda goal: f"{'≥' if goal['least'] else '≤'} {goal_number(goal, goal['limit'])}")))
-
-
 def decode_table(result: Entry) -> str:
-    def of_copy(case: Entry) -> str:
-        part = bandwidth(result, case)
-        return "–" if part is None else f"{100 * part:.0f} %"
-
+    original = Table((
+        ("1 query, keys", lambda case: length(case["key_length"])), ("all keys: cuDNN", us_of("cudnn", "dense")),
+        ("FlashAttention", us_of("flash", "dense")), ("masked SDPA", us_of("masked", "attention")),
+        ("masked SDPA, mask built", us_of("masked+build", "attention")), ("FlexAttention", us_of("flex", "attention")),
+        ("stateless", us_of(OURS, "stateless")), ("interval mask given", us_of(OURS, "prepared")),
+        ("cache step", us_of(OURS, "step w{window}")), ("replay, end to end", us_of(OURS, "step w{window} replay"))),
+        words=0)
     serving = Table((
         ("batch, heads, history",
          lambda case: f"{case['batch']}, {case['heads']}/{case['kv_heads']}, {length(case['key_length'])}"),
         ("SDPA over all keys", lambda case: microseconds(dense_ms(case))),
         ("SDPA memory", lambda case: size(history_bytes(case))),
         ("step, half the window", lambda case: microseconds(of_step(case, parts=2))),
-        ("step", lambda case: microseconds(of_step(case))), ("share of copy bandwidth", of_copy),
+        ("step", lambda case: microseconds(of_step(case))),
+        ("share of copy bandwidth", lambda case: number(bandwidth(result, case), "{:.0f} %", 0.01)),
         ("speedup over SDPA", lambda case: times(speedup(case))),
         ("cache memory", lambda case: size(of_step(case, "cache_bytes")))))
+    wanted = Table((("goal", lambda goal: goal["name"]), ("measured", lambda goal: goal_number(goal, goal["found"])),
+                    ("limit", lambda goal: f"{'≥' if goal['least'] else '≤'} {goal_number(goal, goal['limit'])}")))
     copy = f"; copy bandwidth {result['copy_tb_s']:.2f} TB/s"
     words = (f"Microseconds, medians, bfloat16, independent scores, on one "
              f"{machine(result, 'CUDA', 'torch', 'CuPy', more=copy)}. First table: batch 1, 2/1 heads, D 64, w 1024; "
@@ -237,8 +221,8 @@ def decode_table(result: Entry) -> str:
              f"of a replayed step until its result is ready ({result['empty_replay_us']:.1f} for one tiny kernel); the "
              f"others are GPU times. *SDPA over all keys* is the faster of cuDNN and FlashAttention. Every output was "
              f"checked against float64 in the same run. All numbers and the method: {WHERE}")
-    tables = ORIGINAL.of(of_set(result, "original")), serving.of(of_set(result, "serving")), GOALS.of(goals(result))
-    return "\n\n".join([*tables, words])
+    return "\n\n".join([original.of(of_set(result, "original")), serving.of(of_set(result, "serving")),
+                        wanted.of(goals(result)), words])
 
 
 def with_goals(found: Callable[[Entry], list[Entry]], word: Callable[[Entry], str], result: Entry) -> str:
@@ -274,62 +258,53 @@ def by_history(result: Entry) -> list[Panel]:
 
 
 # ---- dense ----------------------------------------------------------------------------------------------------------
-# Upper limits of the ratios.
-FLEX, BLOCKS, COLUMNS, INTERVAL, VARLEN, PLAIN, CAPPED = 1.25, 1 / 4, 1 / 6, 1.3, 1 / 0.85, 1 / 0.9, 1 / 0.85
-
-
 def ratios(result: Entry) -> list[Entry]:
-    """Every ratio with a limit: name, our time, the peer's time (None: not measured), ratio, limit."""
+    """Every ratio with an upper limit: name, our time, the peer's time (None: not measured), ratio, limit."""
     found: list[Entry] = []
 
-    def add(name: str, ours: float | None, other: float | None, limit: float) -> None:
+    def add(name: str, limit: float, case: Entry, stage: str, other: float | None) -> None:
+        ours = value(case, OURS, stage)
         found.append({"name": name, "ours": ours, "other": other, "ratio": ratio(ours, other), "limit": limit})
-
-    def of(case: Entry, stage: str, who: str = OURS) -> float | None:
-        return value(case, who, stage)
 
     stages = "forward", "backward"
     for case in of_set(result, "random"):
         for stage in stages:
-            add(f"half visible, dense bias, {stage}, relative to FlexAttention",
-                of(case, stage), of(case, stage, "flex"), FLEX)
-    for name, words, limit in (("blocks", "1/8 of the tiles visible", BLOCKS),
-                               ("columns", "1/16 of the keys", COLUMNS)):
+            add(f"half visible, dense bias, {stage}, relative to FlexAttention", 1.25, case, stage,
+                value(case, "flex", stage))
+    for name, words, limit in (("blocks", "1/8 of the tiles visible", 1 / 4), ("columns", "1/16 of the keys", 1 / 6)):
         for case in of_set(result, name):
             for shape in ("shared", "per head"):
                 for stage in stages:
-                    add(f"{words}, mask {shape}, {stage}, relative to all visible",
-                        of(case, f"{stage} sparse, {shape}"), of(case, f"{stage} full, {shape}"), limit)
+                    add(f"{words}, mask {shape}, {stage}, relative to all visible", limit, case,
+                        f"{stage} sparse, {shape}", value(case, OURS, f"{stage} full, {shape}"))
     for case in of_set(result, "interval"):
-        read = of(case, "read", "torch")
+        read = value(case, "torch", "read")
         for stage in stages:
-            plain = of(case, f"{stage} interval")
-            add(f"top-w mask as a dense boolean, {stage}, relative to intervals and one read of the mask",
-                of(case, f"{stage} dense"), None if plain is None or read is None else plain + read, INTERVAL)
+            plain = value(case, OURS, f"{stage} interval")
+            add(f"top-w mask as a dense boolean, {stage}, relative to intervals and one read of the mask", 1.3, case,
+                f"{stage} dense", None if plain is None or read is None else plain + read)
     for name in ("causal", "top-w"):
         for case in of_set(result, f"varlen {name}"):
             for stage in stages:
                 pairs, equal = (value(case, OURS, f"{stage} {which}", "pairs") for which in ("unequal", "equal, batch"))
-                other = of(case, f"{stage} equal, batch")
+                other = value(case, OURS, f"{stage} equal, batch")
                 if other is not None and pairs and equal:
                     other *= pairs / equal
-                add(f"{name}, 64 unequal sequences, {stage}, relative to equal ones, per pair",
-                    of(case, f"{stage} unequal"), other, VARLEN)
+                add(f"{name}, 64 unequal sequences, {stage}, relative to equal ones, per pair", 1 / 0.85, case,
+                    f"{stage} unequal", other)
     for case in of_set(result, "plain"):
         for words in ("all keys", "causal"):
-            for more, limit, other_words in (("", PLAIN, ""), (", bias of keys and softcap", CAPPED, " without these")):
+            for more, limit, other_words in (("", 1 / 0.9, ""),
+                                             (", bias of keys and softcap", 1 / 0.85, " without these")):
                 add(f"D {case['head_dim']}, N {case['key_length']}, {words}{more}, forward, relative to "
-                    f"cuDNN{other_words}", of(case, f"forward {words}{more}"), of(case, f"forward {words}", "cudnn"),
-                    limit)
+                    f"cuDNN{other_words}", limit, case, f"forward {words}{more}",
+                    value(case, "cudnn", f"forward {words}"))
     return found
 
 
-def ratio_words(goal: Entry) -> str:
-    return "–" if goal["ratio"] is None else f"{goal['ratio']:.2f}"
-
-
 RATIOS = Table((("case", lambda goal: goal["name"]), ("ours, ms", lambda goal: milliseconds(goal["ours"])),
-                ("peer, ms", lambda goal: milliseconds(goal["other"])), ("ratio", ratio_words),
+                ("peer, ms", lambda goal: milliseconds(goal["other"])),
+                ("ratio", lambda goal: number(goal["ratio"], "{:.2f}")),
                 ("goal", lambda goal: f"≤ {goal['limit']:.2f}")))
 
 
@@ -370,15 +345,7 @@ def intervals_table(result: Entry) -> str:
         return value(dense.get((case["key_length"], case["head_dim"]), case), "cudnn", stage)
 
     def faster(stage: str) -> Cell:
-        def cell(case: Entry) -> str:
-            gain = ratio(other(case, stage), value(case, OURS, stage))
-            return "–" if gain is None else f"{gain:.1f}"
-
-        return cell
-
-    def allowed(case: Entry) -> str:
-        kept = case["check"]["kept_pairs"]
-        return f"{case['causal_pairs'] / kept:.1f}" if kept else "–"
+        return lambda case: number(ratio(other(case, stage), value(case, OURS, stage)), "{:.1f}")
 
     table = Table((
         ("N, head dim, mask", lambda case: f"{case['key_length'] // 1024}K, D {case['head_dim']}, {case['pattern']}"),
@@ -388,49 +355,56 @@ def intervals_table(result: Entry) -> str:
         ("cuDNN both", lambda case: milliseconds(other(case, "forward+backward"))),
         ("Flex backward", ms("flex", "backward")), ("Flex both", ms("flex", "forward+backward")),
         ("backward, speedup over cuDNN", faster("backward")), ("both, speedup over cuDNN", faster("forward+backward")),
-        ("possible speedup", allowed)))
+        ("possible speedup", lambda case: number(ratio(case["causal_pairs"], case["check"]["kept_pairs"]), "{:.1f}"))))
     return (f"{table.of(result['cases'])}\n\nMilliseconds, medians, batch 1, 16/8 heads, bfloat16, on one "
             f"{machine(result)}; masks and method: `python -m benchmarks intervals --help`. All gradients were checked "
             f"against float64 in the same run.")
 
 
 def portable_table(result: Entry) -> str:
-    def rows() -> Iterator[list[str]]:
-        for case in result["cases"]:
-            mask = "causal" if case["set"] == "plain" else f"w {case['window']}"
-            for stage in ("forward", "backward"):
-                other = value(case, "flash", stage)
-                gains = (ratio(other, value(case, card, stage)) for card in ("own", "A100", "RTX"))
-                yield [f"{case['key_length'] // 1024}K, D {case['head_dim']}, {mask}", stage, milliseconds(other),
-                       *("–" if gain is None else f"{gain:.2f}" for gain in gains)]
-
-    table = markdown(["N, head dim, mask", "", "FlashAttention, ms", "227 KiB", "163 KiB (A100)", "99 KiB (RTX)"],
-                     rows(), words=2).replace("|  |", "| |", 1)
+    rows = [[f"{case['key_length'] // 1024}K, D {case['head_dim']}, "
+             f"{'causal' if case['set'] == 'plain' else 'w ' + str(case['window'])}", stage, ms("flash", stage)(case),
+             *(number(gain(("flash", stage), (card, stage))(case), "{:.2f}") for card in ("own", "A100", "RTX"))]
+            for case in result["cases"] for stage in ("forward", "backward")]
+    table = markdown(["N, head dim, mask", "", "FlashAttention, ms", "227 KiB", "163 KiB (A100)", "99 KiB (RTX)"], rows,
+                     words=2).replace("|  |", "| |", 1)
     return (f"{table}\n\nSpeedup of the portable kernels over dense causal FlashAttention-2, 16/8 heads, "
             f"bfloat16, on one {result['device']} with the occupancy of other cards, {result['date'][:10]}: see "
             f"`python -m benchmarks portable --help`. All gradients were checked against float64 in the same run.")
 
 
+# ---- grid -----------------------------------------------------------------------------------------------------------
+def grid_text(result: Entry) -> str:
+    """The cases that miss the goal, slowest first, and the number of those that meet it."""
+    found = [f"WRONG: {name}" for name in result.get("wrong", ())]
+    for stage in ("forward", "both"):
+        chosen = [row for row in result["rows"] if row["stage"] == stage]
+        slow = sorted((row for row in chosen if not row["ok"]), key=lambda row: row["dense"] / row["ours"])
+        found.append(f"{stage}: {len(chosen) - len(slow)} of {len(chosen)} as fast as wanted")
+        found += [f"  {line(row)}  {times(row['dense'] / row['ours'])}" for row in slow]
+    return "\n".join(found)
+
+
 # ---- all ------------------------------------------------------------------------------------------------------------
 def of_suite(name: str, table: Callable[[Entry], str], title: str = "", **more: Any) -> Report:
-    return Report(name, f"{name}_performance.json", (Piece(name, PERFORMANCE, table),),
+    return Report(name, f"{name}_performance.json", (Piece(name, "docs/performance.md", table),),
                   title=lambda result: f"{title}, bfloat16, {result['device']}", **more)
 
 
 REPORTS = {report.name: report for report in (
-    of_suite("forward", partial(of_shapes, FORWARD,
-                                "*Attention* includes the key lists; *all stages* adds key scores and selection. "
-                                "*FlexAttention* is given its block mask."),
-             "Forward pass", panels=partial(by_shape, FORWARD_CURVES)),
-    of_suite("backward", partial(of_shapes, BACKWARD,
-                                 "*Backward* gives the gradients of query, key, value and bias; *with lists* also "
-                                 "builds the key lists of the mask. *Forward and backward* is everything from the "
-                                 "values on: key scores, selection, attention and the gradients of all of them. "
-                                 "*FlexAttention* has the same mask and a learned bias."),
-             "Backward pass", panels=partial(by_shape, BACKWARD_CURVES)),
+    of_suite("forward", FORWARD, "Forward pass", panels=partial(by_shape, FORWARD_CURVES)),
+    of_suite("backward", BACKWARD, "Backward pass", panels=partial(by_shape, BACKWARD_CURVES)),
     of_suite("decode", decode_table, "One query at the end of a history", panels=by_history,
              text=partial(with_goals, goals, decode_goal)),
     of_suite("dense", dense_table, "Dense masks, dense biases and varlen", panels=bars,
-             text=partial(with_goals, ratios, lambda goal: f"{ratio_words(goal):>7} of {goal['limit']:.2f}")),
+             text=partial(with_goals, ratios,
+                          lambda goal: f"{number(goal['ratio'], '{:.2f}'):>7} of {goal['limit']:.2f}")),
     of_suite("intervals", intervals_table), of_suite("portable", portable_table),
+    Report("grid", "grid.json", text=grid_text), Report("tune_sm90", "hopper_tiles.json"),
+    Report("tune_sm90_backward", "hopper_backward.json"),
     *pages_models.REPORTS, *pages_evidence.REPORTS, *pages_retrofit.REPORTS)}
+
+
+def report_of(name: str) -> Report:
+    """The report of a routine; without pages, if none shows it."""
+    return REPORTS.get(name) or Report(name, f"{name}.json")

@@ -3,12 +3,12 @@ import itertools
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from benchmarks.harness.charts import Panel, by_size, colormaps
+from benchmarks.harness.charts import Panel, colormaps
 from benchmarks.harness.folders import EVIDENCE
-from benchmarks.harness.report import Piece, Report, markdown
+from benchmarks.harness.report import NONE, Line, Piece, Report, Table, lines, markdown
 
 Row = dict[str, Any]
 COLOURS = {"full": "black", "window": "tab:gray", "random": "tab:olive", "bias": "tab:brown", "selection": "tab:purple",
@@ -30,7 +30,7 @@ def spread(values: list[float], scale: float = 1.0, digits: int = 1) -> str:
     if lost:
         return f"{spread(values, scale, digits)}, {lost} NaN" if values else "NaN"
     if not values:
-        return "–"
+        return NONE
     low, mean, high = (f"{scale * x:.{digits}f}" for x in (min(values), statistics.mean(values), max(values)))
     return mean if low == high else f"{mean} ({low}–{high})"
 
@@ -122,14 +122,14 @@ def by_task(result: dict[str, Any]) -> str:
     tasks: dict[str, dict[str, dict[float, str]]] = {}
     for rows in recall_stacks(result):
         one = rows[0]["settings"]
-        lines = tasks.setdefault(task_of(one) + ", full length from the first step" * (not one["grow"]), {})
-        lines.setdefault(name_of(one), {})[budget(one) / one["pairs"]] = shown(rows)
+        own = tasks.setdefault(task_of(one) + ", full length from the first step" * (not one["grow"]), {})
+        own.setdefault(name_of(one), {})[budget(one) / one["pairs"]] = shown(rows)
     parts = []
-    for task, lines in sorted(tasks.items(), key=lambda item: -len(item[1])):
-        columns = sorted({part for cells in lines.values() for part in cells if part}) or [0]
+    for task, own in sorted(tasks.items(), key=lambda item: -len(item[1])):
+        columns = sorted({part for cells in own.values() for part in cells if part}) or [0]
         head = [task, *(f"w = {part:g} pairs" if part else "all keys" for part in columns)]
-        parts.append(markdown(head, [[name, *(cells.get(part, cells.get(0, "–")) for part in columns)]
-                                     for name, cells in lines.items()]))
+        parts.append(markdown(head, [[name, *(cells.get(part, cells.get(0, NONE)) for part in columns)]
+                                     for name, cells in own.items()]))
     return "\n\n".join(parts)
 
 
@@ -146,11 +146,10 @@ def often(result: dict[str, Any]) -> str:
             learned += sum(right(row) >= LEARNED for row in rows)
             found.setdefault(name, {})[task] = learned, count + len(rows)
     tasks = list(dict.fromkeys(task_of(rows[0]["settings"]) for rows in recall_stacks(result)))
-    tasks = [task for task in tasks if sum(task in lines for lines in found.values()) > 1]
-    head = [f"models with {100 * LEARNED:.0f} % or more, w = pairs", *tasks]
-    cells = [[f"{lines[task][0]} of {lines[task][1]}" if task in lines else "–" for task in tasks]
-             for lines in found.values()]
-    return markdown(head, [[name, *row] for name, row in zip(found, cells)])
+    tasks = [task for task in tasks if sum(task in own for own in found.values()) > 1]
+    return markdown([f"models with {100 * LEARNED:.0f} % or more, w = pairs", *tasks], [
+        [name, *("{} of {}".format(*own[task]) if task in own else NONE for task in tasks)]
+        for name, own in found.items()])
 
 
 def recall_table(result: dict[str, Any]) -> str:
@@ -165,7 +164,7 @@ def recall_panels(result: dict[str, Any]) -> list[Panel]:
         if one["grow"]:
             by_task.setdefault((one["length"], one["pairs"], one["width"]), []).append(rows)
     (length, pairs, width), chosen = max(by_task.items(), key=lambda item: len(item[1]))
-    curves: dict[str, list[tuple[int, float, float, float]]] = {}
+    curves: dict[str, list[tuple[float, ...]]] = {}
     kinds: dict[str, Row] = {}
     for rows in chosen:
         one, answered = rows[0]["settings"], [100 * right(row) for row in rows]
@@ -174,30 +173,29 @@ def recall_panels(result: dict[str, Any]) -> list[Panel]:
             curves.setdefault(name, []).append((budget(one), statistics.mean(answered), min(answered), max(answered)))
             kinds[name] = one
     curves = {name: points for name, points in curves.items() if len(points) > 1 or not points[0][0]}
-    ends = sorted({w for points in curves.values() for w, *_ in points if w} or {pairs})
+    dynamic = iter(colormaps()["tab10"]([0, 1, 3, 9, 6, 8] * 6))
+    colours = {name: next(dynamic) if kinds[name]["kind"] == "dynamic" else COLOURS[kinds[name]["kind"]]
+               for name in curves}
+    ends = sorted({int(w) for points in curves.values() for w, *_ in points if w} or {pairs})
 
-    def draw(ax: Any) -> None:
-        dynamic = iter(colormaps()["tab10"]([0, 1, 3, 9, 6, 8] * 6))
+    def found() -> Iterator[Line]:
         for i, (name, points) in enumerate(curves.items()):
-            colour = next(dynamic) if kinds[name]["kind"] == "dynamic" else COLOURS[kinds[name]["kind"]]
-            if points[0][0] == 0:
-                ax.axhspan(points[0][2], points[0][3], color=colour, alpha=0.2)
-                ax.axhline(points[0][1], color=colour, linestyle="--", label=name)
-            else:
-                w, mean, low, high = zip(*points)
-                bars = [[m - a for m, a in zip(mean, low)], [b - m for m, b in zip(mean, high)]]
-                beside = [x * 1.012**(i - len(curves) / 2) for x in w]  # bars of equal numbers of keys side by side
-                linear = kinds[name]["kind"] in ("dynamic", "global") and kinds[name]["form"] == "linear"
-                ax.errorbar(beside, mean, yerr=bars, marker="s" if linear else "o", linestyle=":" if linear else "-",
-                            markersize=3, capsize=2, color=colour, label=name)
+            linear = kinds[name]["kind"] in ("dynamic", "global") and kinds[name]["form"] == "linear"
+            beside = 1.012**(i - len(curves) / 2)  # bars of equal numbers of keys side by side
+            yield Line([(w * beside, *rest) for w, *rest in points if w], name, colours[name],
+                       *((":", "s") if linear else ("-", "o")))
+
+    def more(ax: Any) -> None:
+        for name, ((w, mean, low, high), *_) in curves.items():
+            if not w:  # all keys
+                ax.axhspan(low, high, color=colours[name], alpha=0.2)
+                ax.axhline(mean, color=colours[name], linestyle="--", label=name)
         ax.axvline(pairs, color="tab:red", linewidth=0.7, linestyle=":")
         ax.set_xscale("log", base=2)
         ax.set_xticks(ends, map(str, ends))
-        ax.set_xlabel(f"keys that a query sees (dotted: {pairs} pairs)")
-        ax.set_ylabel("right answers, %")
-        ax.grid(alpha=0.3)
 
-    return [Panel(f"{pairs} pairs in {length} tokens, width {width}; mean and range of seeds", draw, 4.2)]
+    return [lines(f"{pairs} pairs in {length} tokens, width {width}; mean and range of seeds", found(),
+                  f"keys that a query sees (dotted: {pairs} pairs)", "right answers, %", "", more, 4.2)]
 
 
 # ---- language models -------------------------------------------------------------------------------------------------
@@ -210,10 +208,6 @@ def language_stacks(result: dict[str, Any]) -> list[list[Row]]:
     """The seeds of each setting, by length, keys and kind."""
     return ordered(grouped(result["rows"], ("seed",)).values(),
                    lambda one: (one["length"], rank(one), budget(one), words(one), one["rate"]))
-
-
-def language_label(one: dict[str, Any]) -> str:
-    return words(one) + (f", rate {one['rate']:g}" if one["rate"] != RATE else "")
 
 
 def between(row: Row, low: int, high: int) -> float | None:
@@ -231,25 +225,19 @@ def columns(rows: list[Row]) -> list[tuple[int, int]]:
 
 def language_table(result: dict[str, Any]) -> str:
     """Nats per byte by position; then how long keys live at the end of training, over all layers and heads."""
-    found, spans = language_stacks(result), columns(result["rows"])
-    lines = []
-    for rows in found:
+    losses, lives = [], []
+    spans = columns(result["rows"])
+    for rows in language_stacks(result):
         one = rows[0]["settings"]
-        parts = [[x for row in rows if (x := between(row, a, b)) is not None] for a, b in spans]
-        whole = [between(row, 0, row["edges"][-1]) or 0.0 for row in rows]
-        lines.append([str(one["length"]), language_label(one), str(budget(one) or "all"), spread(whole, digits=3),
-                      *(spread(part, digits=3) for part in parts)])
-    losses = markdown(["bytes", "attention", "w", "all positions", *(f"{a} to {b}" for a, b in spans)], lines, words=2)
-    lives = []
-    for rows in found:
-        one = rows[0]["settings"]
+        about = [str(one["length"]), words(one) + f", rate {one['rate']:g}" * (one["rate"] != RATE)]
+        parts = [[x for row in rows if (x := between(row, a, b)) is not None]
+                 for a, b in ((0, rows[0]["edges"][-1]), *spans)]
+        losses.append([*about, str(budget(one) or "all"), *(spread(part, digits=3) for part in parts)])
         if rows[0]["lives"]:
             shares = [shares_of(row["lives"][-1]["counts"]) for row in rows]
-            lives.append([str(one["length"]), language_label(one), str(budget(one)),
-                          *(f"{100 * statistics.mean(x):.0f} %" for x in zip(*shares))])
-    if not lives:
-        return losses
-    return losses + "\n\n" + markdown(["bytes", "keys that live", "w", *LIVES], lives, words=2)
+            lives.append([*about, str(budget(one)), *(f"{100 * statistics.mean(x):.0f} %" for x in zip(*shares))])
+    tables = [markdown(["bytes", "attention", "w", "all positions", *(f"{a} to {b}" for a, b in spans)], losses, 2)]
+    return "\n\n".join(tables + [markdown(["bytes", "keys that live", "w", *LIVES], lives, words=2)] * bool(lives))
 
 
 def shares_of(counts: list[list[str]]) -> list[float]:
@@ -275,24 +263,19 @@ def language_panels(result: dict[str, Any]) -> list[Panel]:
             bars.append((height, life["step"], shares_of(life["counts"])))
         height += 1
 
-    def losses(ax: Any) -> None:
-        full = next((rows for rows in own if rows[0]["settings"]["kind"] == "full"), own[0])
-        middle = [(a + b) / 2 for a, b in itertools.pairwise(full[0]["edges"])]
+    full = next((rows for rows in own if rows[0]["settings"]["kind"] == "full"), own[0])
+    middle = [(a + b) / 2 for a, b in itertools.pairwise(full[0]["edges"])]
+    styles = dict(zip(sorted({budget(rows[0]["settings"]) for rows in own}), itertools.cycle(("-", "--", "-.", ":"))))
+
+    def losses() -> Iterator[Line]:
         colours = iter(colormaps()["tab10"]([0, 1, 2, 3, 4, 6, 8, 9] * 6))
-        budgets = sorted({budget(rows[0]["settings"]) for rows in own})
-        styles = dict(zip(budgets, itertools.cycle(("-", "--", "-.", ":"))))
         for rows in own:
             one = rows[0]["settings"]
             apart = [[x - y for x, y in zip(row["by_position"], other["by_position"])]
                      for row, other in zip(rows, full)]
-            mean, low, high = ([kind(x) for x in zip(*apart)] for kind in (statistics.mean, min, max))
-            colour = next(colours) if one["kind"] == "dynamic" else COLOURS[one["kind"]]
-            ranges = [[m - a for m, a in zip(mean, low)], [b - m for m, b in zip(mean, high)]]
-            ax.errorbar(middle, mean, yerr=ranges, marker="o", markersize=3, capsize=2, color=colour,
-                        linestyle=styles[budget(one)], label=f"w {budget(one) or 'all'}, {words(one)}")
-        by_size(ax, "position in the file, bytes")
-        ax.set_ylabel("nats per byte more than full attention")
-        ax.grid(alpha=0.3)
+            yield Line([(at, statistics.mean(x), min(x), max(x)) for at, x in zip(middle, zip(*apart))],
+                       f"w {budget(one) or 'all'}, {words(one)}",
+                       next(colours) if one["kind"] == "dynamic" else COLOURS[one["kind"]], styles[budget(one)])
 
     def lives(ax: Any) -> None:
         heights, steps, shares = zip(*bars)
@@ -308,7 +291,8 @@ def language_panels(result: dict[str, Any]) -> list[Panel]:
         ax.set_ylabel("training step")
         ax.set_xlabel("share of keys by how long they stay visible")
 
-    made = [Panel(f"{length} bytes; mean and range of the seeds", losses, 4.5)]
+    made = [lines(f"{length} bytes; mean and range of the seeds", losses(), "position in the file, bytes",
+                  "nats per byte more than full attention", "x", height=4.5)]
     return made + ([Panel("How long keys live, by layer", lives, 1 + 0.13 * height)] if bars else [])
 
 
@@ -329,15 +313,15 @@ def share(row: Row, what: str, length: int, of: str = "needles") -> float | None
 
 def needle_table(result: dict[str, Any]) -> str:
     """A line per attention; for each length: found, survived, and the share of survivors that were found."""
+    def shares(length: int) -> Callable[[list[Row]], str]:
+        return lambda rows: " / ".join(
+            spread([x for row in rows if (x := share(row, what, length, of)) is not None], 100, 0)
+            for what, of in (("found", "needles"), ("survived", "needles"), ("both", "survived")))
+
     lengths = sorted({cell["length"] for row in result["rows"] for cell in row["cells"]})
-    lines = []
-    for rows in needle_stacks(result):
-        one = rows[0]["settings"]
-        cells = [" / ".join(spread([x for row in rows if (x := share(row, what, length, of)) is not None], 100, 0)
-                            for what, of in (("found", "needles"), ("survived", "needles"), ("both", "survived")))
-                 for length in lengths]
-        lines.append([OF[one["planted"]], words(one), *cells])
-    return markdown(["trained", "attention", *(f"{length} bytes" for length in lengths)], lines, words=2)
+    return Table((("trained", lambda rows: OF[rows[0]["settings"]["planted"]]),
+                  ("attention", lambda rows: words(rows[0]["settings"])),
+                  *((f"{length} bytes", shares(length)) for length in lengths)), words=2).of(needle_stacks(result))
 
 
 def needle_panels(result: dict[str, Any]) -> list[Panel]:

@@ -5,18 +5,24 @@ from typing import Any
 
 from benchmarks.harness.charts import Panel
 from benchmarks.harness.report import (
+    NONE,
+    Cell,
     Entry,
     Line,
     Piece,
     Report,
     Table,
-    head,
+    gain,
+    gibibytes,
     label,
     length,
     lines,
     machine,
     markdown,
+    mebibytes,
     milliseconds,
+    ms,
+    number,
     ratio,
     times,
     value,
@@ -33,8 +39,8 @@ def is_right(row: Entry | None) -> bool:
 def shown(row: Entry | None, words: Callable[[Entry], str]) -> str:
     """The value of a row that exists and is right; otherwise, why there is none."""
     if row is None:
-        return "–"
-    return words(row) if is_right(row) else row["note"] if row["note"] == "out of memory" else "–"
+        return NONE
+    return words(row) if is_right(row) else row["note"] if row["note"] == "out of memory" else NONE
 
 
 def faster(slow: Entry | None, fast: Entry | None) -> str:
@@ -49,6 +55,15 @@ def by_peer(result: Entry, *names: str) -> dict[tuple[Any, ...], Rows]:
     return found
 
 
+def of(cell: Callable[[Entry | None], str], peer: str) -> Cell:
+    """The cell of a peer in a line ``(case, rows by peer)``."""
+    return lambda case: cell(case[1].get(peer))
+
+
+def over(slow: str, fast: str) -> Cell:
+    return lambda case: faster(case[1].get(slow), case[1].get(fast))
+
+
 # ---- training -------------------------------------------------------------------------------------------------------
 NAMES = {"80m": "80M, 12 layers", "1.7b": "1.7B, 4 of its layers", "tiny": "tiny"}
 PEERS = {"none": ("without attention", "tab:gray"), "dma": ("cupy_dma", "tab:blue"), "sdpa": ("dense SDPA", "tab:red"),
@@ -57,12 +72,11 @@ STYLES = {"eager": ":", "compile": "-", "checkpoint": "-.", "compile+checkpoint"
 
 
 def memory(row: Entry | None) -> str:
-    return f"{row['peak_bytes'] / 2**30:.1f}" if row and is_right(row) and row["peak_bytes"] is not None else "–"
+    return gibibytes(row["peak_bytes"] if row and is_right(row) else None)
 
 
 def share(row: Entry | None) -> str:
-    known = row and is_right(row) and row.get("attention_share") is not None
-    return f"{100 * row['attention_share']:.0f} %" if row and known else "–"
+    return number(row.get("attention_share") if row and is_right(row) else None, "{:.0f} %", 0.01)
 
 
 def speed(row: Entry | None) -> str:
@@ -73,41 +87,24 @@ def training_summary(result: Entry) -> str:
     """The table of the README."""
     found = by_peer(result, "model", "length", "mode")
     lengths = sorted({n for _, n, _ in found})
-
-    def cells(model: str, mode: str) -> Iterator[str]:
-        yield f"{NAMES[model]}, {mode}"
-        for n in lengths:
-            peers = found.get((model, n, mode), {})
-            yield faster(peers.get("sdpa"), peers.get("dma"))
-
     kinds = dict.fromkeys((model, mode) for model, _, mode in found if mode in ("eager", "compile"))
-    return markdown(["tokens per sequence", *map(length, lengths)], [[*cells(*kind)] for kind in kinds])
+    return markdown(["tokens per sequence", *map(length, lengths)], [
+        [f"{NAMES[model]}, {mode}", *(over("sdpa", "dma")((n, found.get((model, n, mode), {}))) for n in lengths)]
+        for model, mode in kinds])
 
 
 def training_table(result: Entry) -> str:
-    def of(cell: Callable[[Entry | None], str], peer: str) -> Callable[[Any], str]:
-        return lambda case: cell(case[1].get(peer))
-
     table = Table((
         ("model, tokens per sequence, mode", lambda case: f"{NAMES[case[0][0]]}, {length(case[0][1])}, {case[0][2]}"),
         ("cupy_dma", of(speed, "dma")), ("dense SDPA", of(speed, "sdpa")), ("FlexAttention", of(speed, "flex")),
-        ("speedup over dense", lambda case: faster(case[1].get("sdpa"), case[1].get("dma"))),
-        ("attention, cupy_dma", of(share, "dma")), ("attention, dense", of(share, "sdpa")),
-        ("memory, cupy_dma", of(memory, "dma")), ("memory, dense", of(memory, "sdpa"))))
+        ("speedup over dense", over("sdpa", "dma")), ("attention, cupy_dma", of(share, "dma")),
+        ("attention, dense", of(share, "sdpa")), ("memory, cupy_dma", of(memory, "dma")),
+        ("memory, dense", of(memory, "sdpa"))))
     by = sorted({row["note"] for row in result["rows"] if row["peer"] == "sdpa" and is_right(row)})
     return (f"{table.of(by_peer(result, 'model', 'length', 'mode').items())}\n\nThousands of tokens per second in "
             f"training steps (forward, backward, AdamW), medians, bfloat16, w 1024; memory: the peak in GiB, model and "
             f"optimizer included; *attention*: its share of the step. On one {machine(result, 'CUDA', 'torch', 'CuPy')}"
             f"; dense by {' or '.join(by) or 'nothing'}. {WHERE}, `python -m benchmarks training`.")
-
-
-def training_line(row: Entry) -> str:
-    name = f"{row['model']:5}{length(row['length']):>5} x{row['batch']:<4}{row['mode']:20}{row['peer']:6}"
-    if row["ms"] is None:
-        return f"{name}{row['note']}"
-    part = f"{share(row):>8}" if "attention_share" in row else " " * 8
-    return (f"{name}{row['ms']:9.1f} ms{row['tokens_per_second'] / 1e3:9.1f} k/s{part}{memory(row):>7} GiB  loss "
-            f"{row['losses'][-1]:.4f}  warm-up {row['warm_up_s']:.1f} s  {row['note']}")
 
 
 def training_panels(result: Entry) -> list[Panel]:
@@ -130,21 +127,18 @@ def training_panels(result: Entry) -> list[Panel]:
 # ---- several GPUs ---------------------------------------------------------------------------------------------------
 def received(row: Entry | None) -> str:
     """MiB received by the rank that receives most."""
-    return f"{max(map(sum, row['bytes'])) / 2**20:.1f}" if row and row.get("bytes") else "–"
+    return number(max(map(sum, row["bytes"])) if row and row.get("bytes") else None, "{:.1f}", 2**20)
 
 
 def ranks_table(result: Entry) -> str:
-    def ms(peer: str) -> Callable[[Any], str]:
-        return lambda case: shown(case[1].get(peer), lambda row: f"{row['ms']:.2f}")
-
-    def over(peer: str) -> Callable[[Any], str]:
-        return lambda case: faster(case[1].get(peer), case[1].get("ours"))
+    def time(row: Entry | None) -> str:
+        return shown(row, lambda row: f"{row['ms']:.2f}")
 
     table = Table((
-        ("tokens, pass", lambda case: f"{length(case[0][0])}, {case[0][1]}"), ("several GPUs", ms("ours")),
-        ("with copies", ms("copies")), ("one GPU", ms("one")), ("ring attention", ms("ring")),
-        ("speedup over one GPU", over("one")), ("over ring", over("ring")),
-        ("received, MiB", lambda case: received(case[1].get("ours")))))
+        ("tokens, pass", lambda case: f"{length(case[0][0])}, {case[0][1]}"), ("several GPUs", of(time, "ours")),
+        ("with copies", of(time, "copies")), ("one GPU", of(time, "one")), ("ring attention", of(time, "ring")),
+        ("speedup over one GPU", over("one", "ours")), ("over ring", over("ring", "ours")),
+        ("received, MiB", of(received, "ours"))))
     sizes, versions = result["arguments"], result["versions"]
     return (f"{table.of(by_peer(result, 'length', 'pass').items())}\n\nMilliseconds of a call, medians, on "
             f"{max(row['ranks'] for row in result['rows'])} x {result['device']} (CUDA "
@@ -154,33 +148,21 @@ def ranks_table(result: Entry) -> str:
             f"`python -m benchmarks context_parallel`.")
 
 
-def ranks_line(row: Entry) -> str:
-    name = f"{length(row['length']):>5} {row['pass']:9}{row['peer']:7}"
-    if row["ms"] is None:
-        return f"{name}{row['note']}"
-    checks = row.get("checks", [])
-    error = f"  error {max(x['error'] for x in checks):.2e}" if checks else ""
-    gradients = [f"  gradients {x['gradients']:.2e}" for x in checks if "gradients" in x]
-    return (f"{name}{row['ms']:10.3f} ms  received {received(row):>6} MiB{error}{''.join(gradients)}"
-            f"{'' if row['ok'] else '  WRONG'}")
-
-
 # ---- CPU ------------------------------------------------------------------------------------------------------------
 CPU_WANTED = {"small": 0.5, "large": 3.0, "smoke": 0.0}  # times as fast as SDPA
 
 
 def cpu_table(result: Entry) -> str:
-    def of(who: str, field: str = "ms") -> Callable[[Entry], float | None]:
-        return lambda case: value(case, who, "forward+backward", field)
+    stage = "forward+backward"
 
-    def gain(field: str) -> Callable[[Entry], str]:
-        return lambda case: times(ratio(of("sdpa", field)(case), of("cupy_dma", field)(case)))
+    def fastest(case: Entry) -> str:
+        return times(ratio(*(value(case, who, stage, "fastest_ms") for who in ("sdpa", "cupy_dma"))))
 
-    peers = (("SDPA", "sdpa"), ("all BLAS threads", "all BLAS threads"), ("cupy_dma", "cupy_dma"))
     table = Table((("batch, N, heads, head dim, window", lambda case: f"{case['batch']}, {label(case)}"),
-                   *((title, lambda case, who=who: milliseconds(of(who)(case))) for title, who in peers),
-                   ("speedup", gain("ms")), ("speedup, fastest turns", gain("fastest_ms")),
-                   ("goal", lambda case: f"≥ {times(CPU_WANTED[case['set']])}")))
+                   ("SDPA", ms("sdpa", stage)), ("all BLAS threads", ms("all BLAS threads", stage)),
+                   ("cupy_dma", ms("cupy_dma", stage)),
+                   ("speedup", lambda case: times(gain(("sdpa", stage), ("cupy_dma", stage))(case))),
+                   ("speedup, fastest turns", fastest), ("goal", lambda case: f"≥ {times(CPU_WANTED[case['set']])}")))
     pools = ", ".join(f"{found['internal_api']} {found['num_threads']}" for found in result["thread_pools"])
     versions = result["versions"]
     return (f"{table.of(result['cases'])}\n\nMilliseconds, medians, {result['cores']} cores, threads: torch "
@@ -190,36 +172,32 @@ def cpu_table(result: Entry) -> str:
 
 # ---- jax ------------------------------------------------------------------------------------------------------------
 def jax_table(result: Entry) -> str:
-    rows = {row["name"]: row for row in result["rows"]}
+    rows, size = {row["name"]: row for row in result["rows"]}, result["size"]
     ours, theirs = rows["jax"]["ms"], rows["torch"]["ms"]
-    host = (rows[name]["median_us"] for name in ("jit(dynamic_mask_attention)", "jit(query + 1)"))
-    size = result["size"]
+    host = (f"{rows[name]['median_us']:.0f} us" for name in ("jit(dynamic_mask_attention)", "jit(query + 1)"))
     table = markdown(["", ""], [
         [f"training step of one layer, {size['length']} tokens, {size['heads']}/{size['kv_heads']} heads, D "
          f"{size['head_dim']}, w {size['window']}: jax", f"{ours:.2f} ms"],
         ["the same in torch", f"{theirs:.2f} ms ({ours / theirs:.2f} times)"],
-        ["host time of a warm jitted call, 256 tokens", f"{next(host):.0f} us"],
-        ["the same for `jit(query + 1)`", f"{next(host):.0f} us"]]).replace("|  |  |", "| | |", 1)
-    return (f"{table}\n\nbfloat16, medians, one {result['device']}, jax {result['jax']}, torch "
-            f"{result['versions'].get('torch')}, {result['date'][:10]}; `python -m benchmarks jax_steps`.")
+        ["host time of a warm jitted call, 256 tokens", next(host)], ["the same for `jit(query + 1)`", next(host)]])
+    return (f"{table.replace('|  |  |', '| | |', 1)}\n\nbfloat16, medians, one {result['device']}, jax "
+            f"{result['jax']}, torch {result['versions'].get('torch')}, {result['date'][:10]}; "
+            f"`python -m benchmarks jax_steps`.")
 
 
 # ---- transformers ---------------------------------------------------------------------------------------------------
 def transformers_table(result: Entry) -> str:
     def cell(row: Entry | None) -> str:
-        return "–" if row is None else milliseconds(row["ms"]) if row["ms"] else row["note"]
-
-    def size(part: str, row: Entry | None) -> str:
-        found = row and row.get("cache_bytes" if part == "decode" else "peak_bytes")
-        return f"{found / 2**20:.0f} MiB" if found else "–"
+        return NONE if row is None else milliseconds(row["ms"]) if row["ms"] else row["note"]
 
     found = []
     for (part, n), peers in by_peer(result, "part", "length").items():
         for name in ("cupy_dma", "cupy_dma graph")[:2 if part == "decode" else 1]:
-            own, others = peers.get(name), [peers.get("sdpa"), peers.get("eager")]
-            found.append([part + " (CUDA graph)" * name.endswith("graph"), str(n), cell(own), *map(cell, others),
+            own, *others = rows = [peers.get(peer) for peer in (name, "sdpa", "eager")]
+            found.append([part + " (CUDA graph)" * name.endswith("graph"), str(n), *map(cell, rows),
                           *(times(ratio(other and other["ms"], own and own["ms"])) for other in others),
-                          size(part, own), size(part, others[0])])
+                          *(mebibytes((row or {}).get("cache_bytes" if part == "decode" else "peak_bytes") or None)
+                            for row in rows[:2])])
     table = markdown(["", "tokens", "cupy_dma", "sdpa", "eager", "speedup over sdpa", "over eager", "memory",
                       "sdpa memory"], found).replace("|  |", "| |", 1)
     return (f"{table}\n\nMilliseconds, medians (decode: of one token; its memory is the cache's), bfloat16, on one "
@@ -236,22 +214,18 @@ SERVED = {"cupy_dma": ("cupy_dma", "tab:blue"), "full": ("full attention, same s
 def serve_table(result: Entry) -> str:
     own = next(row for row in result["rows"] if row["peer"] == "cupy_dma")
 
-    def cell(words: Callable[[Entry], str]) -> Callable[[Entry], str]:
-        return lambda row: words(row) if row["ms"] else "–"
-
-    def gain(row: Entry) -> str:
-        return "–" if row is own else times(ratio(own.get("tokens_per_second"), row.get("tokens_per_second")))
-
-    def gibibytes(row: Entry) -> str:
-        return f"{row['peak_bytes'] / 2**30:.1f}" if row["peak_bytes"] else "–"
+    def cell(words: Callable[[Entry], str]) -> Cell:
+        return lambda row: words(row) if row["ms"] else NONE
 
     table = Table((
         ("", lambda row: SERVED[row["peer"]][0]), ("tokens per second", cell(
-            lambda row: f"{row['tokens_per_second']:.0f}")), ("speedup of cupy_dma", cell(gain)),
+            lambda row: f"{row['tokens_per_second']:.0f}")),
+        ("speedup of cupy_dma", cell(lambda row: NONE if row is own else times(
+            ratio(own.get("tokens_per_second"), row["tokens_per_second"])))),
         ("time per token, p50", cell(lambda row: milliseconds(row["ms"]))),
         ("p99", cell(lambda row: milliseconds(row["p99_ms"]))),
         ("first token, p50", cell(lambda row: f"{row['first_s'][0]:.1f} s")),
-        ("memory, GiB", cell(gibibytes)), ("", lambda row: row["note"])))
+        ("memory, GiB", cell(lambda row: gibibytes(row["peak_bytes"] or None))), ("", lambda row: row["note"])))
     asked, lengths = result["arguments"], result["lengths"]
     return (f"{table.of(result['rows'])}\n\nGenerated tokens; time per token in milliseconds; the most memory, model "
             f"included. {len(lengths)} requests of {lengths[0]} to {lengths[-1]} tokens, {asked['slots']} at a time, w "
@@ -261,28 +235,14 @@ def serve_table(result: Entry) -> str:
 
 def serve_panels(result: Entry) -> list[Panel]:
     """Generated tokens and memory over time."""
-    rows = [row for row in result["rows"] if row["ms"]]
-
-    def panel(title: str, field: str, unit: float) -> Panel:
-        def draw(ax: Any) -> None:
-            for row in rows:
-                words, colour = SERVED[row["peer"]]
-                if row[field]:
-                    ax.plot([at for at, _ in row[field]], [x / unit for _, x in row[field]], color=colour, label=words)
-            ax.set_xlabel("seconds")
-            ax.set_ylim(bottom=0)
-            ax.grid(alpha=0.3)
-
-        return Panel(title, draw)
-
-    return [panel("thousands of generated tokens", "said", 1e3), panel("allocated memory, GiB", "memory", 2**30)]
+    return [lines(title, (Line([(at, x / unit) for at, x in row[field]], *SERVED[row["peer"]], marker="")
+                          for row in result["rows"] if row["ms"]), "seconds", "", logarithmic="",
+                  more=lambda ax: ax.set_ylim(bottom=0))
+            for title, field, unit in (("thousands of generated tokens", "said", 1e3),
+                                       ("allocated memory, GiB", "memory", 2**30))]
 
 
 # ---- all ------------------------------------------------------------------------------------------------------------
-def by_line(line: Callable[[Entry], str]) -> Callable[[Entry], str]:
-    return lambda result: "\n".join([head(result), *map(line, result["rows"])])
-
-
 def of_table(name: str, record: str, page: str, table: Callable[[Entry], str], mark: str = "", **more: Any) -> Report:
     return Report(name, record, (Piece(mark or name, page, table),), **{"text": table, **more})
 
@@ -290,7 +250,7 @@ def of_table(name: str, record: str, page: str, table: Callable[[Entry], str], m
 REPORTS = (
     Report("training", "training.json", (Piece("training", "docs/training.md", training_table),
                                          Piece("training-summary", "README.md", training_summary)),
-           text=by_line(training_line), title=lambda result: f"Training steps, bfloat16, {result['device']}",
+           text=training_table, title=lambda result: f"Training steps, bfloat16, {result['device']}",
            panels=training_panels, across=2),
     of_table("context_parallel", "context_parallel_*.json", "docs/distributed.md", ranks_table),
     of_table("cpu", "cpu_performance.json", "docs/lab/numpy.md", cpu_table),

@@ -3,12 +3,25 @@
 Nothing is claimed before it is recorded: without a record the piece of the page is empty.
 """
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from benchmarks.harness.charts import Panel, by_size, colormaps
+from benchmarks.harness.charts import Panel, colormaps
 from benchmarks.harness.pages_evidence import Row, spread, where
-from benchmarks.harness.report import Piece, Report, length, markdown, mebibytes, milliseconds, ratio, times
+from benchmarks.harness.pages_models import by_peer
+from benchmarks.harness.report import (
+    NONE,
+    Line,
+    Piece,
+    Report,
+    length,
+    lines,
+    markdown,
+    mebibytes,
+    milliseconds,
+    ratio,
+    times,
+)
 
 KINDS = {"full": "full attention", "int8": "full attention, rows in INT8", "fp8": "full attention, rows in FP8",
          "window": "window and sinks", "random": "random", "h2o": "H2O", "snapkv": "SnapKV",
@@ -34,10 +47,6 @@ def late(row: Row, text: str) -> float | None:
     bins = [(b - a, x) for a, b, x in zip(edges, edges[1:], row["by_position"][text]) if a >= LATE]
     bins = bins or [(1, row["by_position"][text][-1])]
     return sum(n * x for n, x in bins) / sum(n for n, _ in bins)
-
-
-def ending(row: Row, text: str) -> float | None:
-    return row["ending"].get(text)
 
 
 def needles(row: Row) -> float:
@@ -79,12 +88,11 @@ def best(result: dict[str, Any], rows: int) -> tuple[str, dict[str, float]] | No
 
 def by_rows(result: dict[str, Any], title: str, cell: Callable[[list[Row], str, int], str]) -> str:
     """A line for each policy, a column for each number of rows: ``cell(its recorded rows, policy, rows)``."""
-    found, lines = budgets(result), []
-    for kind, name in KINDS.items():
-        cells = [cell(rows_of(result, kind, 0 if kind in EVERYTHING else rows), kind, rows) for rows in found]
-        if set(cells) != {"–"}:
-            lines.append([name, *cells])
-    return markdown([title, *(f"{rows} rows" for rows in found)], lines)
+    found = budgets(result)
+    cells = {name: [cell(rows_of(result, kind, 0 if kind in EVERYTHING else rows), kind, rows) for rows in found]
+             for kind, name in KINDS.items()}
+    return markdown([title, *(f"{rows} rows" for rows in found)],
+                    [[name, *own] for name, own in cells.items() if set(own) != {NONE}])
 
 
 def loss_table(result: dict[str, Any], text: str) -> str:
@@ -101,20 +109,18 @@ def ending_table(result: dict[str, Any]) -> str:
     """The last tokens, where SnapKV can be compared, and needles."""
     def cell(own: list[Row], *_: Any) -> str:
         nats = [spread([row["ending"][text] for row in own], digits=3) for text in TEXTS]
-        return f"{' / '.join(nats)} / {spread([needles(row) for row in own], 100, 0)}" if own else "–"
+        return f"{' / '.join(nats)} / {spread([needles(row) for row in own], 100, 0)}" if own else NONE
 
     return by_rows(result, "last tokens: text / code / needles found, %", cell)
 
 
 def training_table(result: dict[str, Any]) -> str:
-    lines = []
-    for kind in KINDS:
-        own = {row["settings"]["seed"]: row["training"] for row in result["rows"]
-               if policy_of(row) == kind and ADAPTIVE not in kind and "training" in row}
-        if own:
-            lines.append([KINDS[kind], str(len(own)), f"{statistics.mean(x['tokens'] for x in own.values()) / 1e6:.1f}",
-                          f"{statistics.mean(x['seconds'] for x in own.values()) / 60:.1f}"])
-    return markdown(["trained", "seeds", "million tokens a seed", "minutes a seed"], lines)
+    found = {kind: {row["settings"]["seed"]: row["training"] for row in result["rows"]
+                    if policy_of(row) == kind and ADAPTIVE not in kind and "training" in row} for kind in KINDS}
+    return markdown(["trained", "seeds", "million tokens a seed", "minutes a seed"], [
+        [KINDS[kind], str(len(own)), *(f"{statistics.mean(x[name] for x in own.values()) / unit:.1f}"
+                                       for name, unit in (("tokens", 1e6), ("seconds", 60)))]
+        for kind, own in found.items() if own])
 
 
 def verdict(result: dict[str, Any]) -> str:
@@ -175,61 +181,40 @@ def panels(result: dict[str, Any]) -> list[Panel]:
     colours = dict(zip((kind for kind in shown if ADAPTIVE not in kind),
                        colormaps()["tab20"]([14, 16, 10, 18, 8, 12, 0, 2, 3, 4, 6, 19])))
 
-    def line(kind: str) -> dict[str, Any]:
-        return {"marker": "o", "markersize": 3, "color": colours[kind.removesuffix(ADAPTIVE)], "label": KINDS[kind],
-                "linestyle": "-" if ADAPTIVE in kind or kind + ADAPTIVE not in KINDS else ":"}
     full = rows_of(result, "full", 0)
 
-    def by_rows(name: str) -> Any:
-        def draw(ax: Any) -> None:
-            for kind in shown:
-                points = [(rows, statistics.mean(found) - (late(full[0], name) or 0)) for rows in budgets(result)
-                          if (found := [x for row in rows_of(result, kind, rows)
-                                        if (x := late(row, name)) is not None]) and full]
-                if points:
-                    ax.plot(*zip(*points), **line(kind))
-            by_size(ax, "kept rows")
-            ax.set_ylabel("nats per token more than full attention")
-            ax.grid(alpha=0.3)
+    def drawn(points: Callable[[str, str], list[tuple[float, ...]]], name: str) -> Iterator[Line]:
+        for kind in shown if full else ():
+            solid = ADAPTIVE in kind or kind + ADAPTIVE not in KINDS
+            yield Line(points(kind, name), KINDS[kind], colours[kind.removesuffix(ADAPTIVE)], "-" if solid else ":")
 
-        return draw
+    def by_rows(kind: str, name: str) -> list[tuple[float, ...]]:
+        return [(rows, statistics.mean(found) - (late(full[0], name) or 0)) for rows in budgets(result)
+                if (found := [x for row in rows_of(result, kind, rows) if (x := late(row, name)) is not None])]
 
-    def by_position(name: str) -> Any:
-        def draw(ax: Any) -> None:
-            for kind in shown:
-                own = rows_of(result, kind, AT) or rows_of(result, kind, min(budgets(result), default=0))
-                if own and full:
-                    edges = own[0]["edges"]
-                    means = [statistics.mean(x) for x in zip(*(row["by_position"][name] for row in own))]
-                    apart = [x - y for x, y in zip(means, full[0]["by_position"][name])]
-                    ax.plot(edges[1:], apart, **line(kind))
-            by_size(ax, "position, to")
-            ax.set_ylabel("nats per token more than full attention")
-            ax.grid(alpha=0.3)
+    def by_position(kind: str, name: str) -> list[tuple[float, ...]]:
+        own = rows_of(result, kind, AT) or rows_of(result, kind, min(budgets(result), default=0))
+        found = zip(full[0]["by_position"][name], *(row["by_position"][name] for row in own))
+        return [(edge, statistics.mean(x) - dense) for edge, (dense, *x) in zip(full[0]["edges"][1:], found) if x]
 
-        return draw
-
-    return [Panel(f"{name}, {what}", draw(name)) for what, draw in (
-        ("by kept rows", by_rows), (f"{AT} rows, by position", by_position)) for name in TEXTS]
+    return [lines(f"{name}, {what}", drawn(points, name), across, "nats per token more than full attention", "x")
+            for what, points, across in (("by kept rows", by_rows, "kept rows"),
+                                         (f"{AT} rows, by position", by_position, "position, to")) for name in TEXTS]
 
 
 # ---- speed ----------------------------------------------------------------------------------------------------------
 def speed_table(result: dict[str, Any]) -> str:
     """A line per measurement. The speedup is over the fastest dense peer that is compiled, or a graph, as ours is."""
-    lines = []
-    by: dict[tuple[Any, ...], dict[str, Row]] = {}
-    for row in result["rows"]:
-        one = row["settings"]
-        by.setdefault((one["part"], one["length"], one["batch"]), {})[one["peer"]] = row
+    found = []
+    by = by_peer({"rows": [{**row["settings"], **row} for row in result["rows"]]}, "part", "length", "batch")
     for (part, n, batch), peers in by.items():
         for peer, row in peers.items():
             dense = min((other["ms"] for name, other in peers.items() if name.startswith(DENSE) and other["ms"]
                          and name.partition(", ")[2] == peer.partition(", ")[2]), default=None)
             faster = times(ratio(dense, row["ms"])) if peer in OURS else ""
-            lines.append([part, length(n), str(batch), peer, milliseconds(row["ms"]), mebibytes(row.get("peak_bytes")),
+            found.append([part, length(n), str(batch), peer, milliseconds(row["ms"]), mebibytes(row.get("peak_bytes")),
                           mebibytes(row.get("cache_bytes")), row.get("note") or faster])
-    return markdown(["part", "tokens", "batch", "attention", "ms", "peak memory", "cache", "speedup over dense"],
-                    lines, words=1)
+    return markdown(["part", "tokens", "batch", "attention", "ms", "peak memory", "cache", "speedup over dense"], found)
 
 
 OURS, DENSE = ("gates", "gates, compiled", "gates, compiled, graph", "window"), ("sdpa", "flash")

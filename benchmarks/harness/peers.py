@@ -165,20 +165,16 @@ def flex_function(compiled: bool) -> Callable[..., torch.Tensor]:
     return torch.compile(flex_attention, dynamic=False)
 
 
-def with_bias(attend, block_mask, group: int, q, k, v, bias, delay: int = 0) -> torch.Tensor:
+def with_bias(attend, blocks, group: int, q, k, v, bias, delay: int = 0, options: dict[str, int] | None = None):
+    """FlexAttention of (B, H, N, D) under ``blocks``, with a bias of keys (B, Hkv, Lk), added from a distance of
+    ``delay`` on, or of queries and keys (B, H, Lq, Lk), as score_mod."""
     def add_bias(s, b, h, i, j):
+        if bias.ndim == 4:
+            return s + bias[b, h, i, j]
         added = s + bias[b, h // group, j]
         return added if delay == 0 else torch.where(i - j >= delay, added, s)
 
-    return attend(q, k, v, score_mod=add_bias, block_mask=block_mask, enable_gqa=group > 1)
-
-
-def _flex_pass(query, key, start, stop, block: int, compiled: bool, delay: int = 0) -> Callable[..., torch.Tensor]:
-    """FlexAttention as a function of query, key, value (B, H, N, D) and bias (B, Hkv, Lk), with the interval mask as
-    block mask and mask_mod and the key bias, added from a distance of ``delay`` on, as score_mod."""
-    group = query.shape[2] // key.shape[2]
-    block_mask = interval_block_mask(start, stop, query.shape[1], group, block)
-    return partial(with_bias, flex_function(compiled), block_mask, group, delay=delay)
+    return attend(q, k, v, score_mod=add_bias, block_mask=blocks, enable_gqa=group > 1, kernel_options=options)
 
 
 def flex_intervals(query, key, value, start, stop, bias, block: int = 128) -> torch.Tensor:
@@ -190,14 +186,16 @@ def flex_intervals(query, key, value, start, stop, bias, block: int = 128) -> to
     return with_bias(flex_attention, mask, group, *bhsd(query, key, value), bias).transpose(1, 2)
 
 
-def flex(query, key, value, start, stop, bias, block: int = 128, compiled: bool = True) -> Call:
-    """Compiled FlexAttention with the same interval mask (as block mask and mask_mod) and the key bias as score_mod.
-
-    ``start``, ``stop``: (B, Hkv, Lk) int32; ``bias``: (B, Hkv, Lk) float32. The block mask is given, not timed. Without
-    ``compiled`` it runs anywhere, but slowly and with dense scores.
-    """
+def flex(query, key, value, bias, blocks, compiled: bool = True) -> Call:
+    """Compiled FlexAttention under given blocks, with the bias as score_mod. Without ``compiled`` it runs anywhere, but
+    slowly and with dense scores."""
     q, k, v = (x.contiguous() for x in bhsd(query, key, value))
-    return partial(_flex_pass(query, key, start, stop, block, compiled), q, k, v, bias)
+    return partial(with_bias, flex_function(compiled), blocks, q.shape[1] // k.shape[1], q, k, v, bias)
+
+
+def intervals(query, key, start, stop, block: int = 128) -> BlockMask:
+    """The block mask for ``flex`` of int32 ``start``, ``stop`` (B, Hkv, Lk)."""
+    return interval_block_mask(start, stop, query.shape[1], query.shape[2] // key.shape[2], block)
 
 
 def with_bias_or_without(make: Callable[[bool], Call], errors: type[Exception]) -> tuple[Call, str]:
@@ -220,20 +218,23 @@ def keep_forward() -> None:
     torch._functorch.config.donated_buffer = False
 
 
-def flex_backward(query, key, value, dout, start, stop, bias, block: int = 128, compiled: bool = True,
-                  delay: int = 0, forward: bool = False) -> tuple[Call, str]:
-    """The gradients of ``flex``, including the bias if torch can compute it. ``delay`` needs as many keys as queries;
-    ``forward`` includes the forward pass. Returns the call and a note."""
+def flex_backward(query, key, value, dout, bias, blocks, compiled: bool = True, delay: int = 0,
+                  forward: bool = False) -> tuple[Call, str]:
+    """The gradients of ``flex``, including the bias; that of keys only if torch can compute it. ``delay`` needs as many
+    keys as queries; ``forward`` includes the forward pass. Returns the call and a note."""
     keep_forward()
     q, k, v, do = (x.transpose(1, 2).contiguous() for x in (query, key, value, dout))
 
-    def make(learned: bool) -> Call:
-        attend = _flex_pass(query, key, start, stop, block, compiled, delay)
+    def make(learned: bool, options: dict[str, int] | None = None) -> Call:
+        attend = partial(with_bias, flex_function(compiled), blocks, q.shape[1] // k.shape[1], delay=delay,
+                         options=options or None)
         if not learned:
             return Backward(lambda q, k, v: attend(q, k, v, bias), (q, k, v), do)
         inputs = q, k, v, bias
         return partial(forward_backward, attend, inputs, do) if forward else Backward(attend, inputs, do)
 
+    if bias.ndim == 4:
+        return first_or_fastest(partial(make, True))
     return with_bias_or_without(make, Exception)  # compilers raise anything
 
 
@@ -247,25 +248,6 @@ def block_mask(mask: torch.Tensor, compiled: bool) -> Any:
 
     create = torch.compile(create_block_mask) if compiled else create_block_mask
     return create(visible, 1, *dense.shape, device=str(mask.device))
-
-
-def _masked_pass(blocks: Any, grouped: bool, compiled: bool,
-                 options: dict[str, int] | None = None) -> Callable[..., torch.Tensor]:
-    attend = flex_function(compiled)
-
-    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        def add(s: Any, b: Any, h: Any, i: Any, j: Any) -> torch.Tensor:
-            return s + bias[b, h, i, j]
-
-        return attend(q, k, v, score_mod=add, block_mask=blocks, enable_gqa=grouped, kernel_options=options or None)
-
-    return forward
-
-
-def masked_flex(query, key, value, bias, blocks, compiled: bool = True) -> Call:
-    """FlexAttention that reads the bias (1, H, Lq, Lk) in score_mod and the mask in the mask_mod of ``blocks``."""
-    q, k, v = (x.transpose(1, 2).contiguous() for x in (query, key, value))
-    return partial(_masked_pass(blocks, q.shape[1] != k.shape[1], compiled), q, k, v, bias)
 
 
 # Tiles of FlexAttention's backward pass: torch's own choice and two that need less shared memory. If torch's does not
@@ -299,15 +281,6 @@ def first_or_fastest(make: Callable[[dict[str, int]], Call], time_of: Callable[[
     _, number, call = min(found, key=lambda entry: entry[:2])
     words = ", ".join(f"{name.removeprefix('bwd_')} {value}" for name, value in choices[number].items())
     return call, f"with {words}, for torch's choice of tiles does not run"
-
-
-def masked_flex_backward(query, key, value, dout, bias, blocks, compiled: bool = True) -> tuple[Call, str]:
-    """The gradients of ``flex``, including the bias. Returns the call and a note."""
-    keep_forward()
-    q, k, v, do = (x.transpose(1, 2).contiguous() for x in (query, key, value, dout))
-    grouped = q.shape[1] != k.shape[1]
-    return first_or_fastest(
-        lambda options: Backward(_masked_pass(blocks, grouped, compiled, options), (q, k, v, bias), do))
 
 
 def _expanded(query, key, value) -> list[torch.Tensor]:

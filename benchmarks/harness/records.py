@@ -21,9 +21,8 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.harness import measure
-from benchmarks.harness.command import Refused, finished
+from benchmarks.harness.command import finished
 from benchmarks.harness.folders import EVIDENCE, write
-from benchmarks.harness.pages import REPORTS
 
 Row = dict[str, Any]
 
@@ -87,7 +86,7 @@ class Record:
     def __init__(self, name: str, args: argparse.Namespace, method: str | None):
         self.name, self.args, self.method = name, args, method
         self.path = Path(args.out or EVIDENCE) / f"{name}.json"
-        self.rows: dict[str, Row] = {} if args.fresh else self._written()
+        self.rows = self._written()
 
     def _written(self) -> dict[str, Row]:
         if not self.path.exists():
@@ -104,7 +103,7 @@ class Record:
         found = {key_of(row["settings"]): {**row, **about} for row in rows}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with locked(self.path.parent):  # other processes add rows too
-            self.rows = {**self.rows, **({} if self.args.fresh else self._written()), **found}
+            self.rows = {**self.rows, **self._written(), **found}
             new = self.path.with_suffix(".new")
             write(new, {"method": self.method, **machine, "rows": list(self.rows.values())})
             new.replace(self.path)
@@ -113,12 +112,10 @@ class Record:
 def run_all(name: str, args: argparse.Namespace, method: str | None,
             runs: Callable[[argparse.Namespace], list[Run]]) -> int:
     """Do each run whose rows are not recorded yet. Returns 0 if all rows are recorded at the end, 3 if time ran out."""
-    if args.fresh and args.share != (1, 1):
-        raise Refused("--fresh cannot be combined with --share, because it would discard the rows of other shares")
     first, every = args.share
     record = Record(name, args, method)
     status = train_all(record, runs(args)[first - 1::every], args.seconds)
-    return finished(record.path, REPORTS[name], True) or status if record.path.exists() else status
+    return finished(name, record.path) or status if record.path.exists() else status
 
 
 def train_all(record: Record, runs: list[Run], seconds: float) -> int:
@@ -155,7 +152,6 @@ def add_run_options(options: argparse.ArgumentParser, parts: Iterable[str]) -> N
                          help="every N-th run from the I-th on: several processes, each with its GPU, share one --out")
     options.add_argument("--device", default=None, help="default: cuda if available")
     options.add_argument("--compile", action="store_true", help="compile everything between the matrix products")
-    options.add_argument("--fresh", action="store_true", help="discard recorded results")
 
 
 def _share(words: str) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from benchmarks.harness.charts import Panel, by_size, by_value
 
 Entry = dict[str, Any]  # a result, or one of its cases or rows
 Cell = Callable[[Any], str]
+NONE = "–"
 
 
 # ---- numbers --------------------------------------------------------------------------------------------------------
@@ -21,12 +22,14 @@ def value(case: Entry, who: str, stage: str, field: str = "ms") -> float | None:
     return next((row.get(field) for row in case["rows"] if (row["who"], row["stage"]) == (who, stage)), None)
 
 
+def number(x: float | None, form: str, unit: float = 1.0) -> str:
+    return NONE if x is None else form.format(x / unit)
+
+
 def milliseconds(ms: float | None) -> str:
     """Three significant digits."""
-    if ms is None:
-        return "–"
     digits = max(0, 2 - math.floor(math.log10(abs(ms)))) if ms else 0
-    return f"{ms:.{min(digits, 4)}f}"
+    return number(ms, f"{{:.{min(digits, 4)}f}}")
 
 
 def microseconds(ms: float | None) -> str:
@@ -34,9 +37,7 @@ def microseconds(ms: float | None) -> str:
 
 
 def times(ratio: float | None) -> str:
-    if ratio is None:
-        return "–"
-    return f"{ratio:.2f}×" if ratio < 1 else f"{ratio:.1f}×" if ratio < 10 else f"{ratio:.0f}×"
+    return number(ratio, f"{{:.{0 if (ratio or 0) >= 10 else 1 if (ratio or 0) >= 1 else 2}f}}×")
 
 
 def ratio(slow: float | None, fast: float | None) -> float | None:
@@ -48,7 +49,11 @@ def length(n: int) -> str:
 
 
 def mebibytes(size: float | None) -> str:
-    return "–" if size is None else f"{size / 2**20:.0f} MiB"
+    return number(size, "{:.0f} MiB", 2**20)
+
+
+def gibibytes(size: float | None) -> str:
+    return number(size, "{:.1f}", 2**30)
 
 
 def label(case: Entry) -> str:
@@ -87,9 +92,13 @@ def ms(who: str, stage: str) -> Cell:
     return lambda case: milliseconds(value(case, who, stage))
 
 
-def against(slow: tuple[str, str], fast: tuple[str, str]) -> Cell:
+def gain(slow: tuple[str, str], fast: tuple[str, str]) -> Callable[[Entry], float | None]:
     """How many times as fast as the peer."""
-    return lambda case: times(ratio(value(case, *slow), value(case, *fast)))
+    return lambda case: ratio(value(case, *slow), value(case, *fast))
+
+
+def against(slow: tuple[str, str], fast: tuple[str, str]) -> Cell:
+    return lambda case: times(gain(slow, fast)(case))
 
 
 # ---- what a run prints ----------------------------------------------------------------------------------------------
@@ -104,47 +113,58 @@ def verdict(check: Entry) -> str:
     return "check: right" if worst is None else f"check: {worst:.2f} of what is allowed"
 
 
+def line(row: Entry) -> str:
+    """The words and the numbers of a row, these with their names."""
+    words = []
+    for name, x in row.items():
+        if isinstance(x, bool):
+            words.append(name if x else f"NOT {name}")
+        elif isinstance(x, (int, float)):
+            words.append(f"{name} {length(x) if isinstance(x, int) else milliseconds(x)}")
+        elif isinstance(x, str) and x:
+            words.append(x)
+    return "  ".join(words)
+
+
 def text(result: Entry) -> str:
     """Every case, its check and its rows."""
     lines = [head(result)]
-    for case in result["cases"]:
-        lines.append(f"{case['name']}: {verdict(case['check'])}")
-        for row in case["rows"]:
-            more = [f"{words} {milliseconds(row[field])}" for field, words in (("cold_ms", "cold"), (
-                "queued_ms", "queued"), ("fastest_ms", "fastest")) if field in row]
-            if "needed_tflops" in row:
-                more.append(f"{row['needed_tflops']:.1f} of {row['effective_tflops']:.1f} TFLOP/s")
-            if row["ms"] and "kept_bytes" in row:
-                more.append(f"{row['kept_bytes'] / row['ms'] / 1e9:.2f} TB/s")
-            more += [mebibytes(row[field]) for field in ("peak_bytes", "cache_bytes") if row.get(field)]
-            more += filter(None, [row.get("note")])
-            lines.append(f"  {row['who']:<16}{row['stage']:<28}{milliseconds(row['ms']):>9} ms  {'; '.join(more)}")
-    lines += [f"host time, {what}: {us:.1f} us" for what, us in result.get("host_us", {}).items()]
-    return "\n".join(lines)
+    for case in result.get("cases", [result]):
+        lines += [f"{case['name']}: {verdict(case['check'])}"] if "check" in case else [case.get("name", "")]
+        lines += [f"  {line(row)}" for row in case["rows"]]
+    return "\n".join(filter(None, [*lines, line(result.get("host_us", {}))]))
 
 
 # ---- charts ---------------------------------------------------------------------------------------------------------
 class Line(NamedTuple):
-    points: list[tuple[float, float]]
+    points: Sequence[tuple[float, ...]]  # x, y and perhaps the least and the greatest y
     label: str
-    colour: str
+    colour: Any
     style: str = "-"
+    marker: str = "o"
 
 
-def lines(title: str, found: Iterable[Line], across: str, up: str) -> Panel:
-    """Lines over a length or a window, both axes logarithmic."""
+def lines(title: str, found: Iterable[Line], across: str, up: str, logarithmic: str = "xy",
+          more: Callable[[Any], None] = lambda ax: None, height: float = charts.HEIGHT) -> Panel:
+    """Lines over a length or a window. ``more`` draws on."""
     drawn = [line for line in found if line.points]
 
     def draw(ax: Any) -> None:
         for line in drawn:
-            ax.plot(*zip(*sorted(line.points)), marker="o", markersize=3, label=line.label, color=line.colour,
-                    linestyle=line.style)
-        by_size(ax, across)
-        if drawn:
+            x, y, *ends = zip(*sorted(line.points))
+            bars = [[m - low for m, low in zip(y, ends[0])], [top - m for m, top in zip(y, ends[1])]] if ends else None
+            ax.errorbar(x, y, yerr=bars, capsize=2, marker=line.marker, markersize=3, label=line.label,
+                        color=line.colour, linestyle=line.style)
+        if "x" in logarithmic:
+            by_size(ax, across)
+        if "y" in logarithmic and drawn:
             by_value(ax, up)
+        ax.set_xlabel(across)
+        ax.set_ylabel(up)
         ax.grid(alpha=0.3)
+        more(ax)
 
-    return Panel(title, draw)
+    return Panel(title, draw, height)
 
 
 # ---- pages ----------------------------------------------------------------------------------------------------------
@@ -178,7 +198,7 @@ class Report:
 
     name: str
     record: str  # pattern of the names of files
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Piece, ...] = ()
     text: Callable[[Entry], str] = text
     title: Callable[[Entry], str] = head  # of the chart
     panels: Callable[[Entry], list[Panel]] | None = None

@@ -15,8 +15,7 @@ from tqdm import tqdm
 
 import cupy_dma as dma
 from benchmarks.harness import measure
-from benchmarks.harness.command import finished, options_of, why_not, write_record
-from benchmarks.harness.report import Report
+from benchmarks.harness.command import conclude, why_not
 
 
 @dataclass(frozen=True)
@@ -68,8 +67,8 @@ class Case:
         return zlib.crc32(self.name.encode()) % 2**31
 
 
-def cases(which: str, quick: bool = False) -> list[Case]:
-    """The cases of a set; ``quick`` keeps a few."""
+def cases(which: str) -> list[Case]:
+    """The cases of forward, or a few small ones ("smoke")."""
     if which == "smoke":
         return [Case("smoke", 4, 2, 32, 300, 300, 64, masked=True), Case("smoke", 2, 1, 64, 1, 512, 100, masked=True)]
 
@@ -88,11 +87,7 @@ def cases(which: str, quick: bool = False) -> list[Case]:
               model(16, 64, 16384, 1024), model(16, 64, 32768, 1024), model(16, 64, 131072, 2048),
               model(32, 128, 16384, 1024), model(32, 128, 32768, 1024), model(32, 128, 131072, 2048),
               model(32, 64, 32768, 1024)]
-    if quick:
-        table = [train(1024), train(32768), train(32768, 128, "window"),
-                 Case("infer", 2, 1, 64, 1, 65536, 1024, masked=True)]
-        models = [models[2], models[5]]
-    return {"table": table, "model": models, "all": table + models}[which]
+    return table + models
 
 
 class Benchmark:
@@ -191,17 +186,15 @@ def with_verdict(note: str, found: dict[str, Any]) -> str:
 class Suite:
     """A routine that measures cases one by one: its options and its run."""
 
-    method: str | None  # the docstring of the routine
-    cases: Callable[[str, bool], list[Case]]
+    name: str  # of the routine
+    method: str | None  # its docstring
+    cases: Callable[[str], list[Case]]  # of the set "all" or "smoke"
     benchmark: Callable[[Case], Benchmark]
-    report: Report
     seconds: float  # no peer starts later
     extra: Callable[[], dict[str, Any]] = dict  # more for the record
-    sets: tuple[str, ...] = ("table", "model", "all", "smoke")
 
     def add_options(self, options: argparse.ArgumentParser) -> None:
-        options.add_argument("--set", choices=self.sets, default="all")
-        options.add_argument("--quick", action="store_true", help="few cases, no FlexAttention")
+        options.add_argument("--set", choices=("all", "smoke"), default="all")
         options.add_argument("--seconds", type=float, default=self.seconds,
                              help="start no peer after this time (default: %(default)g)")
 
@@ -210,10 +203,9 @@ class Suite:
         gc.freeze()  # every graph capture collects garbage and would walk all modules each time
         started = time.monotonic()
         deadline = started + args.seconds
-        chosen = self.cases(args.set, args.quick)
-        extra = self.extra()
+        chosen, extra = self.cases(args.set), self.extra()
         # FlexAttention compiles for every shape: last, so that a short time limit cuts it off first.
-        compiled = [case for case in chosen if case.flex and not args.quick]
+        compiled = [case for case in chosen if case.flex]
         done: dict[str, dict[str, Any]] = {}
         for case in tqdm(chosen + compiled, unit="case", disable=None):
             bench = self.benchmark(case)
@@ -229,7 +221,5 @@ class Suite:
             del bench
             measure.free_memory()
         ok = all(entry["check"]["ok"] for entry in done.values())
-        path = write_record(f"{self.report.name}_performance.json", args, self.method, ok, timing=measure.__doc__,
-                            arguments=options_of(args), **extra, cases=list(done.values()),
-                            seconds=time.monotonic() - started)
-        return finished(path, self.report, ok)
+        return conclude(self.name, args, self.method, ok, timing=measure.__doc__, **extra, cases=list(done.values()),
+                        seconds=time.monotonic() - started)

@@ -42,11 +42,9 @@ from torch import multiprocessing
 
 import cupy_dma as dma
 from benchmarks.harness import decoder, measure, shards
-from benchmarks.harness.command import Refused, at_least_1, finished, options_of, why_not, write_record
-from benchmarks.harness.pages import REPORTS
-from benchmarks.harness.pages_models import ranks_line
+from benchmarks.harness.command import Refused, at_least_1, conclude, listed, why_not, write_record
+from benchmarks.harness.report import line
 from benchmarks.harness.shards import Problem, differ, gradients_differ
-from benchmarks.routines.training import listed
 from cupy_dma import distributed
 
 LENGTHS = (65536, 131072, 262144, 524288, 1048576, 2097152, 4194304, 8388608)
@@ -66,7 +64,6 @@ class Bench:
         self.seconds: dict[tuple[str, str], tuple[int, float]] = {}  # per call, at the previous length
         self.kept: dict[str, Any] = {}  # gradients of one GPU
         self.losses: dict[tuple[str, int], list[float]] = {}  # of one GPU's model, by pass and length
-        self.path = Path()  # file of the results so far
         self.mesh: Any = None
         if "mesh" in args.passes and self.world >= 4 and self.world % 2 == 0:
             self.mesh = dist.device_mesh.init_device_mesh(args.device, (self.world // 2, 2),
@@ -91,9 +88,8 @@ class Bench:
                 "length": length, "pass": what, "peer": peer, "ranks": self.world, "ms": None, "note": "no time left",
                 "ok": True})
             if self.rank == 0:
-                print(ranks_line(rows[-1]), flush=True)
-                self.path = write_record("context_parallel.partial.json", args, __doc__, arguments=options_of(args),
-                                         rows=rows)
+                print(line(rows[-1]), flush=True)
+                write_record("context_parallel.partial.json", args, __doc__, rows=rows)
         if not rows:
             raise SystemExit("nothing to measure: model and mesh need --model-lengths, mesh an even number "
                              "of ranks from 4 on")
@@ -218,11 +214,10 @@ def work(args: argparse.Namespace) -> int:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(minutes=10))
     bench = Bench(args, dist.group.WORLD, dist.new_group(backend="gloo", timeout=timedelta(hours=2)))
-    ok = is_right(bench.run(), args)
+    rows = bench.run()
+    ok = is_right(rows, args)
     if bench.rank == 0:
-        path = bench.path.replace(bench.path.with_name(
-            f"context_parallel_{bench.world}.json" if ok else "context_parallel.failed.json"))
-        finished(path, REPORTS["context_parallel"], ok)
+        conclude("context_parallel", args, __doc__, ok, f"context_parallel_{bench.world}.json", rows=rows)
     dist.destroy_process_group()
     return 0 if ok else 1
 

@@ -30,9 +30,8 @@ from threadpoolctl import ThreadpoolController, threadpool_info
 
 import cupy_dma as dma
 from benchmarks.harness.check import check_interval_gradients
-from benchmarks.harness.command import at_least_1, finished, options_of, write_record
+from benchmarks.harness.command import at_least_1, conclude
 from benchmarks.harness.folders import output
-from benchmarks.harness.pages import REPORTS
 from benchmarks.harness.suite import Case
 from cupy_dma.backends.numpy import threads
 from cupy_dma.cli.exact_rows import check_rows
@@ -112,7 +111,7 @@ class Benchmark:
             backward = check_interval_gradients(
                 [torch.from_numpy(x[one]) for x in gradients], *(torch.from_numpy(x[one]) for x in given),
                 *(torch.from_numpy(x.copy()) for x in (start, stop)), seed=case.seed)
-            entries.append({"forward": asdict(found), "backward": asdict(backward), "ok": found.ok and backward.ok})
+            entries.append({"forward": asdict(found), "backward": backward, "ok": found.ok and backward["ok"]})
         return {"ok": all(entry["ok"] for entry in entries), "entries": entries}
 
 
@@ -132,6 +131,5 @@ def run(args: argparse.Namespace) -> int:
                       "rows": bench.rows(args.repeats or REPEATS[case.set])})
     ok = all(case["check"]["ok"] for case in found)
     args.out = args.out or str(output(None, "cpu"))
-    path = write_record("cpu_performance.json", args, __doc__, ok, arguments=options_of(args), cores=os.cpu_count(),
-                        torch_threads=torch.get_num_threads(), thread_pools=pools, load=os.getloadavg(), cases=found)
-    return finished(path, REPORTS["cpu"], ok)
+    return conclude("cpu", args, __doc__, ok, cores=os.cpu_count(), torch_threads=torch.get_num_threads(),
+                    thread_pools=pools, load=os.getloadavg(), cases=found)

@@ -42,7 +42,6 @@ import cupy_dma as dma
 from benchmarks.harness import measure, peers, suite
 from benchmarks.harness.check import TokenCheck, best_keys, sampled_batch
 from benchmarks.harness.command import why_not
-from benchmarks.harness.pages import REPORTS
 from benchmarks.harness.suite import Case
 from cupy_dma.arrays import library_named
 from cupy_dma.cache.storage import fake_quantized
@@ -323,7 +322,7 @@ class Original(Benchmark):
         start, stop = (x.expand(self.scores.shape).contiguous() for x in (mask.start, mask.stop))
         # One set of arrays: each copy would be compiled again.
         self.checked_peer("flex", "attention", lambda q, k, v, scores: peers.flex(
-            q, k, v, start, stop, scores, compiled=measure.on_gpu()), deadline,
+            q, k, v, scores, peers.intervals(q, k, start, stop), measure.on_gpu()), deadline,
             lambda out: self.checked(out, None, self.case.window), repeat=8)
 
 
@@ -331,7 +330,7 @@ FREE_SHARE = 0.8  # of the free memory that a history may fill
 COPY_BYTES = 2 * 2**30
 
 
-def cases(which: str, quick: bool = False) -> list[Case]:
+def cases(which: str) -> list[Case]:
     if which == "smoke":
         return [Case("original", 2, 1, 16, 1, 256, 100, flex=True), Case("original", 2, 1, 16, 1, 64, 100),
                 Case("serving", 4, 2, 16, 1, 70, 32, batch=3)]
@@ -339,11 +338,7 @@ def cases(which: str, quick: bool = False) -> list[Case]:
              for n in (256, 1024, 4096, 16384, 65536, 262144, 524288)]
     model = [Case("serving", heads, 8, 128, 1, n, 2048, batch=batch) for heads in (16, 32) for batch in (1, 8, 32, 128)
              for n in (4096, 32768, 131072, 1048576) if n <= 131072 or batch == 1]
-    if quick:
-        table = [case for case in table if case.key_length in (4096, 524288)]
-        model = [case for case in model if (case.heads, case.batch, case.key_length) in
-                 ((16, 32, 4096), (32, 8, 131072))]
-    return {"table": table, "model": model, "all": table + model}[which]
+    return table + model
 
 
 def benchmark(case: Case) -> Benchmark:
@@ -370,5 +365,5 @@ def machine_limits() -> dict[str, Any]:
     return limits
 
 
-SUITE = suite.Suite(__doc__, cases, benchmark, REPORTS["decode"], seconds=100, extra=machine_limits)
+SUITE = suite.Suite("decode", __doc__, cases, benchmark, seconds=100, extra=machine_limits)
 add_options, run = SUITE.add_options, SUITE.run

@@ -30,7 +30,6 @@ import torch
 import cupy_dma as dma
 from benchmarks.harness import measure, peers, suite
 from benchmarks.harness.check import Given, Problem, check_backward, check_forward, sample
-from benchmarks.harness.pages import REPORTS
 from benchmarks.harness.suite import Case
 from cupy_dma.backward import attention_backward, varlen_attention_backward
 
@@ -130,9 +129,9 @@ class Random(Benchmark):
         blocks = functools.cache(lambda: peers.block_mask(self.mask, compiled))
         self.peer("flex", lambda: functools.partial(peers.block_mask, self.mask, compiled), deadline,
                   "block mask")
-        forward("flex", lambda: peers.masked_flex(*inputs, self.bias, blocks(), compiled))
+        forward("flex", lambda: peers.flex(*inputs, self.bias, blocks(), compiled))
         if compiled:
-            backward("flex", lambda: peers.masked_flex_backward(*inputs, self.dout, self.bias, blocks()))
+            backward("flex", lambda: peers.flex_backward(*inputs, self.dout, self.bias, blocks()))
         added = self.bias.masked_fill(~self.mask, float("-inf"))
         for who, backend in peers.backends("cudnn", "efficient", elsewhere="sdpa").items():
             forward(who, functools.partial(peers.biased_sdpa, backend, *inputs, added))
@@ -306,7 +305,7 @@ class Varlen(Benchmark):
                      (*(x.flatten(0, 1) for x in (dq, dk, dv)), dbias))
 
 
-def cases(which: str, quick: bool = False) -> list[Case]:
+def cases(which: str) -> list[Case]:
     small = which == "smoke"
     n, heads, kv_heads, size, w = (140, 4, 2, 16, 40) if small else (8192, 16, 8, 128, 1024)
 
@@ -316,13 +315,12 @@ def cases(which: str, quick: bool = False) -> list[Case]:
     total = sum(lengths(small))
     found = [case("random", n), case("blocks", n), case("columns", n), case("interval", n, w),
              case("varlen causal", total), case("varlen top-w", total, w)]
-    found += [case("plain", n, 0, size)] if small else [case("plain", m, 0, d) for d in (64, 128) for m in (n, 4 * n)]
-    return found[:4] if quick else found
+    return found + ([case("plain", n)] if small else [case("plain", m, 0, d) for d in (64, 128) for m in (n, 4 * n)])
 
 
 CLASSES = {"random": Random, "blocks": Structured, "columns": Structured, "interval": Interval,
            "varlen causal": Varlen, "varlen top-w": Varlen, "plain": Plain}
 
 
-SUITE = suite.Suite(__doc__, cases, lambda case: CLASSES[case.set](case), REPORTS["dense"], seconds=200)
+SUITE = suite.Suite("dense", __doc__, cases, lambda case: CLASSES[case.set](case), seconds=200)
 add_options, run = SUITE.add_options, SUITE.run

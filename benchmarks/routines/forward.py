@@ -31,7 +31,6 @@ import torch
 
 import cupy_dma as dma
 from benchmarks.harness import measure, peers, suite
-from benchmarks.harness.pages import REPORTS
 from benchmarks.harness.suite import Case, cases
 from cupy_dma.arrays import library_named, numpy_dtype
 from cupy_dma.cli.exact_rows import check_rows
@@ -104,7 +103,7 @@ class Benchmark(suite.Benchmark):
         if flex:
             if case.flex and measure.on_gpu():
                 start, stop = (x.contiguous() for x in self.intervals())
-                one("flex", lambda: peers.flex(q, k, v, start, stop, self.scores))
+                one("flex", lambda: peers.flex(q, k, v, self.scores, peers.intervals(q, k, start, stop)))
             return
         if case.set != "window" and case.key_length <= 2**19:
             for who, backend in peers.backends("cudnn", "flash").items():
@@ -135,6 +134,6 @@ def host_times() -> dict[str, float]:
     return {name: measure.host_us(call, 100 if measure.on_gpu() else 2) for name, call in calls.items()}
 
 
-SUITE = suite.Suite(__doc__, cases, Benchmark, REPORTS["forward"], seconds=240,
+SUITE = suite.Suite("forward", __doc__, cases, Benchmark, seconds=240,
                      extra=lambda: {"host_us": host_times()})
 add_options, run = SUITE.add_options, SUITE.run

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness import decoder, measure
-from benchmarks.harness.command import write_record
+from benchmarks.harness.command import conclude
 from benchmarks.harness.decoder import Sizes
 
 WARM_UP, STEPS = 5, 30
@@ -140,16 +140,6 @@ def measured(part: str, peer: str, sizes: Sizes, length: int, device: str) -> li
         return [{**of_row, "mode": mode, **times(run, part == "attention")} for mode, run in steps.items()]
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    lines = [f"{'':38s}{'launches':>9s}{'longest':>9s}{'worst':>9s}{'pauses':>9s}{'step us':>9s}"]
-    for row in rows:
-        name = f"{row['part']}, {row['peer']}" + f" w {row['window']}" * bool(row["window"]) + f", {row['mode']}"
-        columns = "".join(f"{row[one]:9.1f}" for one in ("longest_us", "worst_us", "pauses_us", "step_us")
-                          if one in row)
-        lines.append(f"{name:38s}{row.get('launches', '–'):>9}{columns}  {' | '.join(row.get('between', ()))}")
-    return "\n".join(lines)
-
-
 def add_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--length", type=int, default=1024, help="tokens (default: %(default)s)")
     options.add_argument("--model", choices=decoder.MODELS, default="1.7b", help="decoder (default: %(default)s)")
@@ -160,6 +150,4 @@ def run(args: argparse.Namespace) -> int:
     peers = ("dma", args.length // 2), ("dma", args.length), ("sdpa", args.length)
     rows = [row for part in PARTS for peer, window in peers
             for row in measured(part, peer, replace(sizes, window=window), args.length, device)]
-    write_record("gaps.json", args, __doc__, length=args.length, model=args.model, rows=rows)
-    print(table(rows))
-    return 0
+    return conclude("gaps", args, __doc__, length=args.length, model=args.model, rows=rows)

@@ -10,8 +10,6 @@ Rows: attention with a prepared interval mask and a key bias; dynamic_mask_atten
 around SDPA or the layer runs compiled. Launches and GPU time of one step come from torch's profiler.
 
 Check: the gradients of every step are finite and not all zero; the layer's output equals that of the functions.
-
-Results: ``host.json`` in the folder of the GPU.
 """
 import argparse
 from collections.abc import Callable
@@ -22,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import cupy_dma as dma
 from benchmarks.harness import measure
-from benchmarks.harness.command import write_record
+from benchmarks.harness.command import conclude
 from cupy_dma.torch import DynamicMaskAttention
 
 LENGTH, HEADS, KV_HEADS, HEAD_DIM, WINDOW = 512, 4, 2, 64, 128
@@ -124,18 +122,6 @@ def on_gpu(call: Callable[[], Any]) -> dict[str, Any]:
     return {"launches": len(kernels), "gpu_us": sum(us for _, us in kernels), "kernels": kernels}
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    lines = [f"{'':26s}{'host us':>9s}{'x SDPA':>8s}{'launches':>10s}{'GPU us':>8s}"]
-    for row in rows:
-        gpu = f"{row['launches']:10d}{row['gpu_us']:8.0f}" if "gpu_us" in row else ""
-        lines.append(f"{row['name']:26s}{row['host_us']:9.1f}{row['times_sdpa']:8.2f}{gpu}")
-    return "\n".join(lines)
-
-
-def add_options(options: argparse.ArgumentParser) -> None:
-    options.add_argument("--quick", action="store_true", help="fewer rounds, nothing recorded")
-
-
 def run(args: argparse.Namespace) -> int:
     # Selects the peer globally, because a context manager around each call would cost as much as the call.
     if measure.on_gpu():
@@ -144,10 +130,7 @@ def run(args: argparse.Namespace) -> int:
         torch.backends.cuda.enable_math_sdp(False)
     found = calls("cuda" if measure.on_gpu() else "cpu")
     check(found)
-    times = by_turns(found, 3 if args.quick else ROUNDS)
+    times = by_turns(found, ROUNDS)
     rows = [{"name": name, "host_us": spent, "times_sdpa": spent / times[f"SDPA, {name.rpartition(', ')[2]}"],
              **on_gpu(found[name])} for name, spent in times.items()]
-    if not args.quick:
-        write_record("host.json", args, __doc__, rows=rows)
-    print(table(rows))
-    return 0
+    return conclude("host", args, __doc__, rows=rows)

@@ -9,8 +9,6 @@ value, dt_proj and A, jitted, alternating with the same step in torch in one pro
 second are queued; reports wall time, the median of ``ROUNDS`` rounds.
 
 Check: outputs and gradients of both agree in relative norm within ``NEAR``.
-
-Results: ``jax_steps.json`` in the folder of the GPU.
 """
 import argparse
 import os
@@ -23,8 +21,7 @@ import numpy as np
 import torch
 
 import cupy_dma as dma
-from benchmarks.harness.command import finished, write_record
-from benchmarks.harness.pages import REPORTS
+from benchmarks.harness.command import conclude
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch shares the GPU in this process
 
@@ -128,7 +125,6 @@ def add_options(options: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     rows = host() + training(SIZES[args.size])
-    ok = max(rows[-1]["apart"].values()) <= NEAR
-    path = write_record("jax_steps.json", args, __doc__, ok, size=SIZES[args.size], jax=jax.__version__, rows=rows)
     print(rows[-1]["apart"])
-    return finished(path, REPORTS["jax_steps"], ok)
+    return conclude("jax_steps", args, __doc__, max(rows[-1]["apart"].values()) <= NEAR, size=SIZES[args.size],
+                    jax=jax.__version__, rows=rows)

@@ -16,7 +16,6 @@ A row has ``COUNT`` needles of one seed for each length and depth. Rotary positi
 new to all models; full attention shows the effect of that alone.
 
 Cost: 10 stacks, of which this routine trains 5, as long as those of language_model.py; 10 s for testing on an H100.
-Results: ``benchmarks/results/evidence/needle.json`` and ``needle.png``, written after every stack.
 """
 import argparse
 import time

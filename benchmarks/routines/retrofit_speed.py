@@ -13,9 +13,7 @@ trained for ``ROWS`` rows: each bias is that quantile of the random model's gate
 
 Peers: ``sdpa``, torch's choice; ``flash``, its FlashAttention-2; ``window``, ours with as many rows; ``gates, open``,
 how training begins; ``compiled``: every layer with ``torch.compile``; a step as a ``graph``: all of it, including the
-optimizer, in one CUDA graph. Timing: after ``WARM_UP`` calls, up to ``--repeats`` calls are queued without waiting,
-with CUDA events between them; the median counts. A call of decode has ``STEPS`` tokens. Peak memory: that of the
-measured calls less what was allocated before (model, optimizer, cache).
+optimizer, in one CUDA graph. Timing and memory: benchmarks/harness/generation.py.
 
 Check: with all gates open, eager and compiled, hidden states of a text are sdpa's within ``NEAR``, relative to their
 norm. Those of compiled gates are the eager ones', in float32, since other rounding in 16 bits opens and closes gates.
@@ -24,7 +22,7 @@ Gates keep their intended share within a tenth; the graph decodes the same token
 import argparse
 import copy
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -33,13 +31,13 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cupy_dma.transformers as dmt
-from benchmarks.harness import decoder, folders, measure
+from benchmarks.harness import folders, generation, measure
 from benchmarks.harness.command import at_least_1, listed, why_not
 from benchmarks.harness.records import Clock, OutOfTime, Row, Run, add_run_options, device_of, run_all
 from cupy_dma import retrofit
 
 PARTS = ("check", "step", "prefill", "decode")
-WARM_UP, STEPS, NEAR = 2, 16, 0.02
+NEAR = 0.02
 ROWS, RECENT, SINKS = 256, 64, 4
 PEERS = {"step": ("gates", "gates, open", "window", "sdpa", "flash", "gates, compiled", "sdpa, compiled",
                   "gates, compiled, graph", "sdpa, compiled, graph"),
@@ -79,64 +77,35 @@ class Bench:
             compile_layers(model)
         return model.train(trained)
 
-    def timed(self, call: Callable[[], Any]) -> dict[str, Any]:
-        began = time.perf_counter()
-        for _ in range(WARM_UP):
-            call()
-            measure.synchronize()
-            pace, began = time.perf_counter() - began, time.perf_counter()
-        return measure.timed(call, max(1, min(self.repeats, int(5 / pace))), self.device, beyond=True)
-
     def step(self, peer: str, batch: int, length: int) -> dict[str, Any]:
         model, ids = self.model(peer, length, trained=True), self.ids(batch, length)
-        step, losses = decoder.trainer(lambda: model(input_ids=ids, labels=ids, use_cache=False).loss,
-                                       model.parameters(), 1e-6, capturable=peer.endswith("graph"))
+        step, losses = generation.trainer(model, ids, 1e-6, capturable=peer.endswith("graph"))
         with kernels(peer):
             if peer.endswith("graph"):
                 step, how = measure.captured(step)
                 if how != "graph":
                     return {"ms": None, "note": "not captured"}
-            found = self.timed(step)
+            found = generation.timed(step, self.repeats, self.device)
         return {**found, "losses": [loss.item() for loss in losses]}
 
-    @torch.no_grad()
     def prefill(self, peer: str, batch: int, length: int) -> dict[str, Any]:
-        model, ids = self.model(peer, length, trained=False), self.ids(batch, length)
         with kernels(peer):
-            return self.timed(lambda: model(input_ids=ids, use_cache=False, logits_to_keep=1))
+            return generation.prefill(self.model(peer, length, trained=False), self.ids(batch, length), self.repeats)
 
-    @torch.no_grad()
     def decode(self, peer: str, batch: int, length: int) -> dict[str, Any]:
         import transformers
 
         model = self.model(peer, length, trained=False)
-        name = dmt.cache_argument(model)
         if peer == "sdpa":
-            cache = transformers.DynamicCache(config=model.config)
+            cache, latest = transformers.DynamicCache(config=model.config), self.ids(batch, 1)
             shape = batch, model.config.num_key_value_heads, length, model.config.head_dim
             for layer in range(model.config.num_hidden_layers):
                 cache.update(*(torch.randn(shape, device=self.device, dtype=model.dtype) for _ in range(2)), layer)
-            latest = self.ids(batch, 1)
         else:
             cache = dmt.DynamicMaskCache(model.config) if peer.startswith("window") else \
                 dmt.GatedCache(model.config, capacity=ROWS - RECENT - SINKS)
-            for piece in self.ids(batch, length).split(max(1, 2**17 // batch), 1):
-                logits = model(input_ids=piece, logits_to_keep=1, **{name: cache}).logits
-            latest = logits.argmax(-1)
-        step = dmt.DecodingStep(model, cache) if peer.endswith("graph") else \
-            lambda ids: model(input_ids=ids, **{name: cache}).logits
-        tokens: list[Tensor] = []
-
-        def call() -> None:
-            nonlocal latest
-            for _ in range(STEPS):
-                latest = step(latest)[:, -1:].argmax(-1)
-                tokens.append(latest)
-
-        found = self.timed(call)
-        size = cache.memory_bytes if peer != "sdpa" else sum(
-            2 * layer.keys.numel() * layer.keys.element_size() for layer in cache.layers)
-        return {**found, "ms": found["ms"] / STEPS, "cache_bytes": size, "tokens": torch.cat(tokens, 1)[0].tolist()}
+            latest = generation.filled(model, self.ids(batch, length), cache, 2**17 // batch)
+        return generation.decode(model, cache, latest, peer.endswith("graph"), self.repeats)
 
 
 def compile_layers(model: Any) -> None:

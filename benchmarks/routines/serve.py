@@ -33,16 +33,7 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.harness import measure
-from benchmarks.harness.command import (
-    Refused,
-    at_least_1,
-    finished,
-    listed,
-    options_of,
-    why_not,
-    write_record,
-)
-from benchmarks.harness.pages import REPORTS
+from benchmarks.harness.command import Refused, at_least_1, conclude, listed, why_not
 
 CHECKED, POINTS = 3, 200  # points of a line of the chart
 OURS = ("cupy_dma", "full")
@@ -225,13 +216,10 @@ def run(args: argparse.Namespace) -> int:
 
     dmt.register()
     work = texts(args)
-    rows, ok = [row_of(args, peer, work) for peer in args.peers], True
-    for row in rows:
-        ok &= row["peer"] not in OURS or row.get("ok", False)
-    path = write_record("serve.json", args, __doc__, ok, arguments=options_of(args), rows=rows,
-                        lengths=sorted(len(prompt) + new for prompt, new in work),
-                        transformers=transformers.__version__)
-    return finished(path, REPORTS["serve"], ok)
+    rows = [row_of(args, peer, work) for peer in args.peers]
+    ok = all(row.get("ok", False) for row in rows if row["peer"] in OURS)
+    return conclude("serve", args, __doc__, ok, rows=rows, lengths=sorted(len(prompt) + new for prompt, new in work),
+                    transformers=transformers.__version__)
 
 
 def add_options(options: argparse.ArgumentParser) -> None:

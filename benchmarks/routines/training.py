@@ -22,7 +22,6 @@ the same attention; dma and flex do. The table shows no numbers of a failed row,
 flex's. ``--add`` keeps recorded rows that this run does not measure, if device, versions and commit are the same.
 """
 import argparse
-import gc
 import itertools
 import json
 import math
@@ -34,11 +33,10 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.harness import decoder, measure
-from benchmarks.harness.command import Refused, at_least_1, finished, listed, options_of, why_not, write_record
+from benchmarks.harness.command import Refused, at_least_1, conclude, listed, why_not, write_record
 from benchmarks.harness.decoder import Sizes
 from benchmarks.harness.folders import output
-from benchmarks.harness.pages import REPORTS
-from benchmarks.harness.pages_models import training_line
+from benchmarks.harness.report import line
 
 LENGTHS = (2048, 8192, 32768, 131072)
 PEERS = ("none", "dma", "sdpa", "flex")
@@ -135,9 +133,6 @@ def run(args: argparse.Namespace) -> int:
     if wrong:
         raise Refused(f"--lengths must be multiples of 128, got {wrong[0]}")
     at_least_1(args, "steps", "tokens")
-    if args.quick:
-        args.models, args.peers, args.modes, args.steps = ["80m"], ["none", "dma", "sdpa"], ["eager", "checkpoint"], 3
-    gc.collect()
     before = recorded(args)
     deadline, ok = time.monotonic() + args.seconds, True
     rows: list[dict[str, Any]] = []
@@ -150,14 +145,12 @@ def run(args: argparse.Namespace) -> int:
             found = {"ms": None, "note": "no time left"} if late else row_of(sizes, peer, mode, batch, length,
                                                                              args.steps, args.device)
             group.append({"model": name, "length": length, "batch": batch, "peer": peer, "mode": mode, **found})
-            tqdm.write(training_line(group[-1]))
+            tqdm.write(line(group[-1]))
         ok &= check(group, joined(before, group))
         add_shares(group)
         rows += group
-        partial = write_record("training.partial.json", args, __doc__, arguments=options_of(args),
-                               rows=joined(before, rows))
-    path = partial.replace(partial.with_name(f"training{'' if ok else '.failed'}.json"))
-    return finished(path, REPORTS["training"], ok)
+        write_record("training.partial.json", args, __doc__, rows=joined(before, rows))
+    return conclude("training", args, __doc__, ok, rows=joined(before, rows))
 
 
 def add_options(options: argparse.ArgumentParser) -> None:
@@ -165,8 +158,6 @@ def add_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--lengths", type=listed(None, int), default=list(LENGTHS), help="multiples of 128")
     options.add_argument("--peers", type=listed(PEERS), default=list(PEERS), help="shares need the peer none")
     options.add_argument("--modes", type=listed(MODES), default=list(MODES))
-    options.add_argument("--quick", action="store_true",
-                         help="the small model, eager and with checkpointing, 3 steps, without flex")
     options.add_argument("--steps", type=int, default=5, help="measured steps (default: 5)")
     options.add_argument("--tokens", type=int, default=65536, help="at least this many tokens a step")
     options.add_argument("--seconds", type=float, default=3600, help="start nothing after this time")

@@ -9,9 +9,7 @@ backward and AdamW (fused), with activation checkpointing for all peers (without
 decode: time of a new token after a history, as eager forward passes and as a CUDA graph of one pass (``DecodingStep``)
 on a ``DynamicMaskCache``; sdpa uses transformers' full cache.
 
-Timing: after ``WARM_UP`` calls, ``--repeats`` calls are queued without waiting, with CUDA events between them; the
-median counts. A call of decode has ``STEPS`` tokens. Peak memory: ``torch.cuda.max_memory_allocated`` of the measured
-calls less what was allocated before (model, optimizer, cache and input).
+Timing and memory: benchmarks/harness/generation.py.
 
 Check: prefill: the final hidden states of the last 256 tokens are compared with those of the float32 model with
 cupy_dma; their relative distance is at most 0.1, and at most eager's where eager fits. train: losses agree with eager's
@@ -20,19 +18,16 @@ on the GPUs tried its hidden states differ from eager's with the same weights, a
 """
 import argparse
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from benchmarks.harness import decoder, measure
-from benchmarks.harness.command import Refused, at_least_1, finished, options_of, why_not, write_record
-from benchmarks.harness.pages import REPORTS
-from benchmarks.harness.report import milliseconds
-from benchmarks.routines.training import listed
+from benchmarks.harness import generation, measure
+from benchmarks.harness.command import Refused, at_least_1, conclude, listed, why_not, write_record
+from benchmarks.harness.report import line
 
-WARM_UP, STEPS, CHECKED = 2, 16, 256
+CHECKED = 256
 PARTS = ("prefill", "train", "decode")
 PEERS = ("cupy_dma", "sdpa", "eager")
 LENGTHS = {"prefill": (16384, 32768), "train": (16384,), "decode": (4096, 131072)}
@@ -66,21 +61,13 @@ class Doge:
         order = torch.rand(rows, self.vocabulary, generator=generator).argsort(1)
         return order.flatten()[None, :length].to(self.device)
 
-    def measured(self, call: Callable[[], Any], repeats: int) -> dict[str, Any]:
-        for _ in range(WARM_UP):
-            call()
-        found = measure.timed(call, repeats, self.device, beyond=True)
-        return {**found, "peak_bytes": found["peak_bytes"] or None}
-
     def hidden(self, model: Any, length: int) -> Any:
         with torch.no_grad():
             return model.model(input_ids=self.ids(length), use_cache=False).last_hidden_state[0, -CHECKED:].float()
 
     def prefill(self, peer: str, length: int, repeats: int) -> dict[str, Any]:
         self.model.set_attn_implementation(peer)
-        ids = self.ids(length)
-        with torch.no_grad():
-            found = self.measured(lambda: self.model(input_ids=ids, use_cache=False, logits_to_keep=1), repeats)
+        found = generation.prefill(self.model, self.ids(length), repeats)
         truth = copy.deepcopy(self.model).float()
         truth.set_attn_implementation("cupy_dma")
         expected = self.hidden(truth, length)
@@ -92,39 +79,20 @@ class Doge:
         model = copy.deepcopy(self.model).train()
         model.set_attn_implementation(peer)
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
-        ids = self.ids(length)
-        step, losses = decoder.trainer(lambda: model(input_ids=ids, labels=ids, use_cache=False).loss,
-                                       model.parameters(), 1e-4, decay=0.01)
-        return {**self.measured(step, repeats), "losses": [loss.item() for loss in losses]}
+        step, losses = generation.trainer(model, self.ids(length), 1e-4, decay=0.01)
+        return {**generation.timed(step, repeats, self.device), "losses": [loss.item() for loss in losses]}
 
     def decode(self, peer: str, length: int, repeats: int) -> dict[str, Any]:
         import transformers
 
-        from cupy_dma.transformers import DecodingStep, DynamicMaskCache, cache_argument
+        from cupy_dma.transformers import DynamicMaskCache
 
-        ours, graph = peer != "sdpa", peer == "cupy_dma graph"
+        ours = peer != "sdpa"
         self.model.set_attn_implementation("cupy_dma" if ours else peer)
         cache = (DynamicMaskCache(self.model.config) if ours
                  else transformers.DynamicCache(config=self.model.config))
-        given = {cache_argument(self.model): cache}
-        tokens: list[Any] = []
-        with torch.no_grad():
-            for piece in self.ids(length).split(16384 if ours else 2048, 1):
-                logits = self.model(input_ids=piece, logits_to_keep=1, **given).logits
-            latest = logits.argmax(-1)
-            step = DecodingStep(self.model, cache) if graph else lambda ids: self.model(input_ids=ids, **given).logits
-
-            def call() -> None:
-                nonlocal latest
-                for _ in range(STEPS):
-                    latest = step(latest).argmax(-1)
-                    tokens.append(latest)
-
-            found = self.measured(call, repeats)
-        memory = cache.memory_bytes if ours else sum(
-            2 * layer.keys.numel() * layer.keys.element_size() for layer in cache.layers)
-        return {**found, "ms": found["ms"] / STEPS, "cache_bytes": memory,
-                "tokens": torch.cat(tokens, 1)[0].tolist()}
+        latest = generation.filled(self.model, self.ids(length), cache, 16384 if ours else 2048)
+        return generation.decode(self.model, cache, latest, peer == "cupy_dma graph", repeats)
 
 
 def row_of(doge: Doge, part: str, peer: str, length: int, repeats: int) -> dict[str, Any]:
@@ -165,14 +133,12 @@ def run(args: argparse.Namespace) -> int:
                                                          *(p for p in args.peers if p == "sdpa")]
             group = [row_of(doge, part, peer, length, args.repeats) for peer in peers]
             for row in group:
-                tqdm.write(f"{part:8} {length:7} {row['peer']:15} {milliseconds(row['ms']):>8} ms  "
-                           f"{row.get('note', '')}{row.get('error', '')}")
+                tqdm.write(line(row))
             ok &= check(group)
             rows += group
-            partial = write_record("transformers_models.partial.json", args, __doc__, arguments=options_of(args),
-                                   rows=rows, transformers=transformers.__version__)
-    path = partial.replace(partial.with_name(f"transformers_models{'' if ok else '.failed'}.json"))
-    return finished(path, REPORTS["transformers_models"], ok)
+            write_record("transformers_models.partial.json", args, __doc__, rows=rows,
+                         transformers=transformers.__version__)
+    return conclude("transformers_models", args, __doc__, ok, rows=rows, transformers=transformers.__version__)
 
 
 def add_options(options: argparse.ArgumentParser) -> None:

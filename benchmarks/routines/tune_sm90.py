@@ -21,7 +21,7 @@ import torch
 
 import cupy_dma as dma
 from benchmarks.harness import measure
-from benchmarks.harness.command import Refused, needs_hopper, write_record
+from benchmarks.harness.command import Refused, conclude, needs_hopper
 from cupy_dma.backends.cuda.attention import sm90_tiles
 from cupy_dma.backends.cuda.attention.sm90_tiles import HopperTile
 from cupy_dma.backends.cuda.runtime import jit
@@ -137,15 +137,13 @@ def calls(case: Case, device: str = "cuda", **more: Any) -> Callable[[], Any]:
     return lambda: dma.attention(q, k, v, **options)
 
 
-def measured(case: Case, folders: Sequence[Path] = (), only_in_use: bool = False) -> list[dict[str, Any]]:
+def measured(case: Case, folders: Sequence[Path] = ()) -> list[dict[str, Any]]:
     call = calls(case)
     with forced(None):
         expected = call()
         rows = [{"tile": "portable", "ms": measure.gpu_ms(call)[0], "right": True}]
     in_use = sm90_tiles.tiles_of(case.kind, case.head_dim)
     for tile in tiles(case):
-        if only_in_use and tile not in in_use:
-            continue
         for folder in (None, *folders):
             with kernels_of(folder), forced(tile):
                 error = (call().float() - expected.float()).abs().max().item()
@@ -153,26 +151,19 @@ def measured(case: Case, folders: Sequence[Path] = (), only_in_use: bool = False
             rows.append({"tile": name(tile) + (f" of {folder}" if folder else ""), "ms": ms, "in_use": tile in in_use,
                          "right": error <= 2 * ROUNDING * expected.float().abs().max().item()})
     measure.free_memory()
-    return rows
+    return marked(rows)
 
 
-def table(result: dict[str, Any]) -> str:
-    lines = []
-    for entry in result["cases"]:
-        lines.append(entry["name"])
-        fastest = min(row["ms"] for row in entry["rows"] if row["right"])
-        for row in entry["rows"]:
-            words = ["fastest"] * (row["right"] and row["ms"] == fastest) + ["in use"] * row.get("in_use", False)
-            words += ["WRONG"] * (not row["right"])
-            lines.append(f"  {row['tile']:<40}{row['ms']:9.4f} ms  {', '.join(words)}".rstrip())
-    return "\n".join(lines)
+def marked(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Mark the fastest of the rows that are right."""
+    fastest = min(row["ms"] for row in rows if row["right"])
+    return [{**row, "fastest": row["right"] and row["ms"] == fastest} for row in rows]
 
 
 def add_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--kind", nargs="+", choices=KINDS, default=list(KINDS))
     options.add_argument("--head-dim", nargs="+", type=int, default=[64, 96, 128, 192, 256])
     options.add_argument("--case", default="", help="only cases with this in their names")
-    options.add_argument("--in-use", action="store_true", help="only the tiles in use")
     options.add_argument("--kernels", nargs="+", type=Path, default=[], help="other kernels/ folders to measure too")
 
 
@@ -188,9 +179,6 @@ def run(args: argparse.Namespace) -> int:
         raise Refused(f"--case must be part of a case's name, such as {found[0]}; got {args.case}")
 
     needs_hopper()
-    result = {"cases": [
-        {**case._asdict(), "name": str(case), "rows": measured(case, args.kernels, args.in_use)} for case in chosen]}
-    if not (args.case or args.in_use or args.kernels):
-        write_record("hopper_tiles.json", args, __doc__, **result)
-    print(table(result))
-    return 0 if all(row["right"] for entry in result["cases"] for row in entry["rows"]) else 1
+    done = [{**case._asdict(), "name": str(case), "rows": measured(case, args.kernels)} for case in chosen]
+    return conclude("tune_sm90", args, __doc__, all(row["right"] for entry in done for row in entry["rows"]),
+                    whole=not (args.case or args.kernels), cases=done)

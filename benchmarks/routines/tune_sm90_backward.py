@@ -1,11 +1,10 @@
 """Variants of the Hopper backward beside cuDNN's dense backward: one pass or two, and queries per step.
 
-Cases: those of backward.py's sets ``model`` and ``plain`` up to 32768 keys, and three of ``table``; short ones with few
-tiles; ``dense``, a top-w mask as a dense one, which every call packs and lists. Variants: the portable kernels; two
-passes; two passes with the portable kernel for keys; and one pass, up to head dim 128 and without dense masks. Up to
-head dim 64 each runs with 64 and with 128 queries per step. All four gradients are computed, with prepared interval
-lists. A gradient that differs from the portable kernels' by more than 1 % of its norm is marked WRONG, and the exit
-status is 1.
+Cases: those of backward.py up to 32768 keys, of ``train`` only three; short ones with few tiles; ``dense``, a top-w
+mask as a dense one, which every call packs and lists. Variants: the portable kernels; two passes; two passes with the
+portable kernel for keys; and one pass, up to head dim 128 and without dense masks. Up to head dim 64 each runs with 64
+and with 128 queries per step. All four gradients are computed, with prepared interval lists. A gradient that differs
+from the portable kernels' by more than 1 % of its norm is not right, and the exit status is 1.
 
 The results go to ``hopper_backward.json`` in the folder of the GPU; a run limited to some cases only prints them.
 """
@@ -18,9 +17,11 @@ from unittest import mock
 from torch.nn.attention import SDPBackend
 
 from benchmarks.harness import measure, peers
-from benchmarks.harness.command import Refused, needs_hopper, write_record
+from benchmarks.harness.command import Refused, conclude, needs_hopper
+from benchmarks.harness.report import line
 from benchmarks.harness.suite import Case
 from benchmarks.routines import backward
+from benchmarks.routines.tune_sm90 import marked
 from cupy_dma.backends.cuda.attention import sm90_backward
 from cupy_dma.backends.cuda.runtime.program import fresh
 
@@ -39,12 +40,11 @@ class Way(NamedTuple):
 
 
 def cases() -> list[Case]:
-    found = backward.cases("model") + backward.cases("plain") + backward.cases("table")
     short = [Case("short", *sizes, n, n, min(w, n)) for sizes in ((2, 1, 64), (6, 3, 128), (16, 8, 64), (16, 8, 128))
              for n, w in ((1024, 256), (2048, 1024), (4096, 1024), (8192, 1024))]
     dense = [Case("dense", *sizes, n, n, 1024) for *sizes, n in (
         (6, 3, 128, 4096), (16, 8, 64, 8192), (16, 8, 128, 8192), (16, 2, 256, 8192))]
-    return short + dense + [c for c in found if c.key_length <= 32768 and c.set != "window"
+    return short + dense + [c for c in backward.cases("all") if c.key_length <= 32768 and c.set != "window"
                             and (c.set != "train" or c.key_length in (4096, 16384, 32768))]
 
 
@@ -90,20 +90,7 @@ def measured(case: Case) -> list[dict[str, Any]]:
     call, note = peers.dense_backward(SDPBackend.CUDNN_ATTENTION, bench.query, bench.key, bench.value, bench.dout,
                                       causal=case.pattern != "none")
     ms, how = measure.gpu_ms(call)
-    rows.append({"way": "cudnn", "ms": ms, "timing": how, "note": note, "right": True})
-    return rows
-
-
-def table(result: dict[str, Any]) -> str:
-    lines = []
-    for entry in result["cases"]:
-        dense = entry["rows"][-1]["ms"]
-        best = min(row["ms"] for row in entry["rows"][:-1])
-        lines.append(entry["name"])
-        for row in entry["rows"]:
-            marks = ["fastest"] * (row["ms"] == best) + ["WRONG"] * (not row["right"])
-            lines.append(f"    {row['way']:34s} {row['ms']:9.3f} ms {dense / row['ms']:6.2f} x cuDNN {' '.join(marks)}")
-    return "\n".join(lines)
+    return [*marked(rows), {"way": "cudnn", "ms": ms, "timing": how, "note": note, "right": True}]
 
 
 def add_options(options: argparse.ArgumentParser) -> None:
@@ -116,11 +103,10 @@ def run(args: argparse.Namespace) -> int:
         raise Refused(f"--case must be part of a case's name, such as {cases()[0].name!r}; got {args.case!r}")
 
     needs_hopper()
-    result: dict[str, Any] = {"cases": []}
+    done = []
     for case in chosen:
-        result["cases"].append({"name": case.name, "rows": measured(case)})
+        done.append({"name": case.name, "rows": measured(case)})
         measure.free_memory()
-        print(table({"cases": result["cases"][-1:]}), flush=True)
-    if not args.case:
-        write_record("hopper_backward.json", args, __doc__, **result)
-    return 0 if all(row["right"] for entry in result["cases"] for row in entry["rows"]) else 1
+        print(case.name, *map(line, done[-1]["rows"]), sep="\n    ", flush=True)
+    return conclude("tune_sm90_backward", args, __doc__, all(row["right"] for one in done for row in one["rows"]),
+                    whole=not args.case, cases=done)

@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 
 from benchmarks.__main__ import main  # noqa: E402
 from benchmarks.harness import pages_models, shards  # noqa: E402
-from benchmarks.harness.report import length, times  # noqa: E402
+from benchmarks.harness.report import length, line, times  # noqa: E402
 from benchmarks.harness.shards import Problem  # noqa: E402
 from benchmarks.routines import context_parallel as benchmark  # noqa: E402
 from tests.distributed import benchmark_jobs as jobs  # noqa: E402
@@ -70,7 +70,7 @@ def test_what_is_wrong_is_noticed(ranks, tmp_path, what):
     wrong = {(row["pass"], row["peer"]) for row in rows if not row["ok"]}
     assert wrong == {("training", "ours"), ("training", "copies")} | (
         set() if what == "gradients" else {("forward", "ours"), ("forward", "copies")})
-    assert "WRONG" in pages_models.ranks_line(next(row for row in rows if not row["ok"]))
+    assert "NOT ok" in line(next(row for row in rows if not row["ok"]))
     assert "–" in pages_models.ranks_table(record(tmp_path, rows))
 
 

@@ -178,7 +178,7 @@ def test_a_routine_runs_and_goes_on(tmp_path, monkeypatch, capsys, name, part, c
     monkeypatch.setattr(Models, "forward", None)  # nothing is trained again
     assert started(name, tmp_path, *own) == 0 and rows_of(tmp_path, name) == rows
     capsys.readouterr()
-    assert started(name, tmp_path, "--show") == 0
+    assert not started(name, tmp_path, "--show")
     report, result = REPORTS[name], json.loads((tmp_path / f"{name}.json").read_text())
     assert report.text(result) in capsys.readouterr().out
     table = report.pieces[0].table(result)
@@ -212,7 +212,7 @@ def test_rows_are_written_one_run_after_the_other(tmp_path, monkeypatch):
 
 def test_processes_share_a_file(tmp_path):
     """Each trains its share, and keeps rows that another has written meanwhile."""
-    args = argparse.Namespace(out=str(tmp_path), fresh=False, commit="abc")
+    args = argparse.Namespace(out=str(tmp_path), commit="abc")
     late = records.Record("mqar", args, None)  # read the file before the rows below
     for share, count in (("1/2", 24), ("2/2", 36)):
         assert started("mqar", tmp_path, "--part", "lengths", "--kind", "full", "--share", share) == 0
@@ -242,15 +242,6 @@ def test_a_run_that_would_take_too_long_is_not_begun_in_vain(monkeypatch):
     assert done(50) == (10, "late") and done(2) == (2, "late")  # the pace is known after ten steps
     with pytest.raises(records.OutOfTime):
         records.Clock(-1).check()
-
-
-def test_a_fresh_run_forgets(tmp_path):
-    args = argparse.Namespace(out=str(tmp_path), fresh=False, commit="abc")
-    row = {"settings": {"a": 1}, "found": 2}
-    records.Record("some", args, "how").add([row])
-    assert records.Record("some", args, "how").has([{"a": 1}])
-    args.fresh = True
-    assert not records.Record("some", args, "how").has([{"a": 1}])
 
 
 def test_scores_are_frozen_after_half_the_steps(monkeypatch):

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from benchmarks.__main__ import main  # noqa: E402
-from benchmarks.harness import corpus, kept_rows, pages_retrofit, records  # noqa: E402
+from benchmarks.harness import corpus, generation, kept_rows, pages_retrofit, records  # noqa: E402
 from benchmarks.harness.kept_rows import SINKS, attend_by, best, most_seen, within  # noqa: E402
 from benchmarks.harness.pages import REPORTS  # noqa: E402
 from benchmarks.routines import retrofit, retrofit_speed  # noqa: E402
@@ -330,7 +330,7 @@ def test_gates_start_from_scores(model):
 
 # ---- speed ----------------------------------------------------------------------------------------------------------
 def test_speed(tmp_path, monkeypatch):
-    monkeypatch.setattr(retrofit_speed, "STEPS", 2)
+    monkeypatch.setattr(generation, "STEPS", 2)
     compiled = torch.nn.Module.compile
     monkeypatch.setattr(torch.nn.Module, "compile", lambda layer, **options: compiled(layer, backend="aot_eager"))
     words = ["retrofit_speed", "--size", "tiny", "--device", "cpu", "--out", str(tmp_path), "--commit", "abc",

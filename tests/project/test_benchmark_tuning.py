@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("torch")
 
 import cupy_dma as dma
-from benchmarks.harness import folders
+from benchmarks.harness import folders, report
 from benchmarks.routines import tune_schedule, tune_sm90, tune_sm90_backward
 from cupy_dma.backends.cuda.attention import sm90, sm90_backward, sm90_costs, sm90_schedule, sm90_tiles
 from cupy_dma.backends.cuda.attention.sm90_schedule import Schedule
@@ -69,11 +69,12 @@ def test_kernels_of_another_folder_are_loaded_anew():
     assert asked == ["decode_step"] * 3
 
 
-def test_table_of_tuned_tiles():
-    rows = [{"tile": "portable", "ms": 2.0, "right": True}, {"tile": "a", "ms": 1.0, "right": True, "in_use": False},
-            {"tile": "b", "ms": 0.5, "right": False, "in_use": True}]
-    lines = tune_sm90.table({"cases": [{"name": "a case", "rows": rows}]}).splitlines()
-    assert [line.split()[-1] for line in lines] == ["case", "ms", "fastest", "WRONG"] and "in use" in lines[3]
+def test_the_fastest_right_tile_is_marked():
+    rows = [{"tile": "portable", "ms": 2.0, "right": True}, {"tile": "a", "ms": 1.0, "right": True},
+            {"tile": "b", "ms": 0.5, "right": False}]
+    assert [row["fastest"] for row in tune_sm90.marked(rows)] == [False, True, False]
+    shown = report.text({"device": "GPU", "versions": {}, "commit": "", "cases": [{"name": "a case", "rows": rows}]})
+    assert shown.splitlines()[1] == "a case" and shown.endswith("b  ms 0.500  NOT right")
 
 
 # ---- schedules ------------------------------------------------------------------------------------------------------
