@@ -1,6 +1,5 @@
-"""A delayed key bias (SPEC section 16) in torch: gradients, compiled graphs, operators and layers."""
-import itertools
-
+"""A delayed key bias (SPEC section 16) in torch: gradients, compiled graphs and operators. The tests of the layers
+have delays among their options."""
 import numpy as np
 import pytest
 
@@ -8,9 +7,7 @@ import cupy_dma as dma
 
 torch = pytest.importorskip("torch")
 
-from cupy_dma.torch import DynamicMaskAttention, DynamicMaskSelfAttention  # noqa: E402
-from tests.oracle.layer_cases import check, problem  # noqa: E402
-from tests.oracle.torch_inputs import HKV, B, D, N, draw, float64, gradients, recipe  # noqa: E402
+from tests.oracle.torch_inputs import N, draw, float64, gradients, recipe  # noqa: E402
 
 BOUNDS = [0, 7, 7, N]
 
@@ -78,45 +75,6 @@ def test_traced_gradients_of_an_eager_call(function):
     found = torch.autograd.grad(out.sum(), given, create_graph=True)  # by operators
     for ours, other in zip(found, wanted):
         torch.testing.assert_close(ours, other, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("options", [{}, {"sinks": 2, "recent": 3}], ids=["plain", "kept"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_layer(options, dtype):
-    module = DynamicMaskAttention(HKV, D, 5, bias_delay=4, A_init=1.0, dtype=dtype, **options)
-    q, k, v, _ = draw(dtype, requires_grad=False)
-    check(module(q, k, v), problem(module, q, k, v))
-    out = module(q[0], k[0], v[0], cu_seqlens=torch.tensor(BOUNDS))
-    parts = [module(*(x[:1, a:b] for x in (q, k, v)))[0] for a, b in itertools.pairwise(BOUNDS)]
-    torch.testing.assert_close(out, torch.cat(parts))
-    assert "bias_delay=4" in repr(module)
-
-
-def test_self_attention():
-    module = DynamicMaskSelfAttention(24, 4, 2, 5, bias_delay=4, A_init=1.0)
-    x = torch.randn(B, N, 24)
-    out = module(x)
-    core = module.attention
-    assert core.bias_delay == module.bias_delay == 4
-    module.bias_delay = 0
-    assert core.bias_delay == 0 and not torch.equal(module(x), out)
-    with pytest.raises(ValueError, match="bias_delay must be at least 0, got -1"):
-        module.bias_delay = -1
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("window", [5, (3, 8)])
-def test_decoding(window):
-    """Chunks and single tokens give the layer's outputs for the whole text; without the delay they would not."""
-    module = DynamicMaskSelfAttention(24, 4, 2, window, bias_delay=4, A_init=1.0, sinks=1, recent=2,
-                                      dtype=torch.float64)
-    x, cache = torch.randn(B, N, 24, dtype=torch.float64), module.make_cache(B)
-    expected, at = module(x), 0
-    for n in (7, 1, 1, 6, *[1] * (N - 15)):
-        torch.testing.assert_close(module(x[:, at:at + n], cache=cache), expected[:, at:at + n])
-        at += n
-    module.bias_delay = 0
-    assert not torch.allclose(module(x)[:, -1], expected[:, -1])
 
 
 def test_a_bias_is_needed_in_a_compiled_graph_too():

@@ -65,8 +65,10 @@ def test_compile_in_one_graph(function, backend):
         torch.compile(function, fullgraph=True, backend="eager")(*arguments)
 
 
-def test_compile_with_dynamic_lengths():
-    module = DynamicMaskAttention(HKV, D, 5, form="linear")
+@pytest.mark.parametrize("options", [{"window": 5}, {"window": (3, 7)}, {"window": (3, 7), "sinks": 1, "recent": 2},
+                                     {"window": (3, 7), "keys": "global"}], ids=str)
+def test_compile_with_dynamic_lengths(options):
+    module = DynamicMaskAttention(HKV, D, form="linear", **options)
     torch.nn.init.normal_(module.A)
     compiled = torch.compile(module, fullgraph=True, dynamic=True, backend="aot_eager")
     for n in (6, 18, 31, 3):

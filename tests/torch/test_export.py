@@ -122,10 +122,12 @@ def test_masks(name):
         assert torch.equal(program(*given), attend(*given))
 
 
-def test_integer_padding_compiles_in_one_graph():
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8])
+def test_integer_padding_eager_and_in_one_graph(dtype):
     layer, x = DynamicMaskSelfAttention(WIDTH, H, HKV, W, A_init=1.0, sinks=1), torch.randn(B, N, WIDTH)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(x, padding=real(N, torch.int32)), layer(x, padding=real(N)))
+    for call in (layer, compiled):
+        assert torch.equal(call(x, padding=real(N, dtype)), layer(x, padding=real(N)))
 
 
 @torch.no_grad()

@@ -19,6 +19,8 @@ from tests.oracle.torch_inputs import HKV, B, D, H, N, draw, float64, gradients,
 OPTIONS = {"plain": {}, "linear": {"form": "linear"}, "dt_bias": {"dt_bias": True}, "scale": {"scale": 0.7},
            "softcap": {"softcap": 1.5}, "sinks": {"sinks": 2}, "recent": {"recent": 3},
            "slope": {"slope": (0.3, -0.1)}, "slope, kept": {"slope": 0.2, "sinks": 1, "recent": 2, "bias_delay": 2**30},
+           "delay": {"bias_delay": 4}, "delay, kept": {"bias_delay": 4, "sinks": 2, "recent": 3},
+           "windows": {"window": (3, 7)}, "windows, kept": {"window": (3, 8), "sinks": 1, "recent": 2},
            "all": {"sinks": 1, "recent": 2, "softcap": 2.0, "scale": 0.5, "form": "linear", "dt_bias": True}}
 
 
@@ -51,7 +53,7 @@ def test_forward_is_the_definition(options, dtype):
 def real_tokens(kind):
     real = torch.rand(B, N) < 0.6
     if kind != "holes":
-        real = torch.arange(N)[None] < torch.tensor([[N - 4], [N]])
+        real = torch.arange(N)[None] < torch.tensor([[11], [N]])
     return real.flip(1) if kind == "left" else real
 
 

@@ -5,9 +5,11 @@ import io
 import itertools
 import pickle
 
+import numpy as np
 import pytest
 
 import cupy_dma as dma
+from cupy_dma.masks.windows import each_head
 
 torch = pytest.importorskip("torch")
 
@@ -17,6 +19,7 @@ from cupy_dma.torch import DynamicMaskSelfAttention  # noqa: E402
 from tests.oracle import reference  # noqa: E402
 from tests.oracle.torch_inputs import float64, gradients, same  # noqa: E402
 from tests.project.pages import run_page  # noqa: E402
+from tests.torch.test_module import real_tokens  # noqa: E402
 
 WIDTH, HEADS, KV_HEADS, W, B, N = 24, 4, 2, 5, 2, 18
 OPTIONS = {
@@ -25,6 +28,7 @@ OPTIONS = {
     "head_dim": {"head_dim": 10}, "mha": {"kv_heads": None}, "sinks": {"sinks": 2, "recent": 3},
     "input": {"scores": "input", "dt_bias": True}, "input kept": {"scores": "input", "recent": 3},
     "slope": {"slope": (0.3, -0.1)}, "input slope": {"scores": "input", "slope": 0.2, "sinks": 1, "recent": 2},
+    "delay": {"bias_delay": 4}, "delays": {"window": (3, 8), "bias_delay": 4, "sinks": 1, "recent": 2},
     "all": {"qk_norm": True, "bias": True, "form": "linear", "softcap": 2.0, "head_dim": 4, "sinks": 1, "recent": 2}}
 every_option = pytest.mark.parametrize("options", OPTIONS)
 
@@ -69,14 +73,17 @@ def dense(module, x):
         scores = core.score_proj(x).mT
     n, place = x.shape[1], torch.arange(x.shape[1])
     scores = scores + torch.as_tensor(core.slope, dtype=scores.dtype).reshape(-1, 1) * place
-    best = reference.top_w_dense(scores.detach().double().numpy(), core.window)
+    ranked = scores.detach().double().numpy()
+    best = np.concatenate([reference.top_w_dense(ranked[:, h:h + 1], window)
+                           for h, window in enumerate(each_head(core.window, core.kv_heads))], 1)
     besides = (place <= place[:, None]) & ((place < core.sinks) | (place > place[:, None] - core.recent))
     mask, group = torch.from_numpy(best) | besides, module.heads // module.kv_heads
     k, v, mask, bias = (y.repeat_interleave(group, axis) for y, axis in ((k, 2), (v, 2), (mask, 1), (scores, 1)))
     logits = torch.einsum("bihd,bjhd->bhij", q, k) * (core.scale or module.head_dim**-0.5)
     if core.softcap:
         logits = core.softcap * torch.tanh(logits / core.softcap)
-    weights = (logits + bias[:, :, None]).masked_fill(~mask.expand(-1, -1, n, -1), -torch.inf).softmax(-1)
+    far = place[:, None] - place >= core.bias_delay
+    weights = (logits + bias[:, :, None] * far).masked_fill(~mask.expand(-1, -1, n, -1), -torch.inf).softmax(-1)
     return module.o_proj(torch.einsum("bhij,bjhd->bihd", weights, v).flatten(2))
 
 
@@ -187,14 +194,7 @@ def test_a_cache_has_no_gradient():
 
 
 # ---- padding and packing ----
-def real_tokens(kind):
-    real = torch.rand(B, N) < 0.6
-    if kind != "holes":
-        real = torch.arange(N)[None] < torch.tensor([[11], [N]])
-    return real.flip(1) if kind == "left" else real
-
-
-padded = pytest.mark.parametrize("kind", ["left", "right", "holes"])
+KINDS = "left", "right", "holes"
 
 
 def spoiled(x, real):
@@ -202,8 +202,9 @@ def spoiled(x, real):
     return torch.where(real[..., None], x.detach(), torch.nan).requires_grad_(x.requires_grad)
 
 
-@padded
-@every_option
+@pytest.mark.parametrize(("options", "kind"), [
+    (options, kind) for options in OPTIONS for kind in KINDS
+    if kind != "holes" or "bias_delay" not in OPTIONS[options]])  # padding between two tokens counts for a delay
 def test_padded_rows_are_rows(kind, options):
     """Values and gradients: contents of padding influence nothing, and outputs of padding are 0."""
     module, real = layer(**OPTIONS[options]), real_tokens(kind)
@@ -222,14 +223,7 @@ def test_padded_rows_are_rows(kind, options):
         torch.testing.assert_close(a, b, rtol=0, atol=2e-5)
 
 
-@padded
-def test_padding_as_integers(kind):
-    module, x, real = layer(), tokens(), real_tokens(kind)
-    for dtype in (torch.int64, torch.uint8):
-        assert torch.equal(module(x, padding=real.to(dtype)), module(x, padding=real))
-
-
-@padded
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("options", ["usual", "slope", "all"])
 def test_padded_prompts_are_continued(kind, options):
     module, x, more, real = layer(**OPTIONS[options]), tokens(), tokens(n=4), real_tokens(kind)
@@ -408,7 +402,7 @@ def test_options_are_checked_when_the_layer_is_made(options, message):
 
 # ---- changed options ----
 CHANGES = {"window": 3, "sinks": 2, "recent": 4, "form": "linear", "scale": 0.3, "softcap": 1.5, "rope": 100.0,
-           "slope": (0.5, -0.5)}
+           "slope": (0.5, -0.5), "bias_delay": 4}
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -425,6 +419,7 @@ def test_a_changed_option_counts(name):
     assert torch.equal(extended(module, x, (11, 7)), extended(made, x, (11, 7)))
     if name != "rope":
         assert getattr(module.attention, name) == value and repr(module) == repr(made)
+        assert f"{name}={value!r}" in repr(module)
 
 
 def test_other_options_reach_the_core():
@@ -439,6 +434,7 @@ def test_other_options_reach_the_core():
 
 @pytest.mark.parametrize(("name", "wrong", "error", "message"), [
     ("window", 0, ValueError, "window must be at least 1, got 0"), ("window", 2.5, TypeError, "window must be an int"),
+    ("bias_delay", -1, ValueError, "bias_delay must be at least 0, got -1"),
     ("sinks", -1, ValueError, "sinks must be at least 0"), ("recent", True, TypeError, "recent must be an int"),
     ("form", "square", ValueError, "form must be 'exp' or 'linear'"), ("scale", "x", TypeError, "scale must be a real"),
     ("softcap", -1, ValueError, "softcap must be a finite number of at least 0"),

@@ -1,4 +1,5 @@
-"""A window per kv head in torch, on CPU tensors: functions and layers, eager, compiled and exported."""
+"""A window per kv head in torch, on CPU tensors: functions, options of layers, compiled and exported. The tests
+of the layers have windows among their options."""
 import pytest
 
 import cupy_dma as dma
@@ -53,20 +54,6 @@ def test_a_wrong_number_under_compile(window, error, message):
                  lambda: dma.IntervalMask.top_w(s, window)):
         with pytest.raises(error, match=message):
             torch.compile(call, backend="eager")()
-
-
-@pytest.mark.parametrize("options", [{}, {"sinks": 1, "recent": 2}, {"keys": "global"}], ids=str)
-def test_layers(options):
-    layer = DynamicMaskAttention(HKV, D, WINDOWS, A_init=1.0, **options)
-    q, k, v, _ = draw(torch.float32)
-    scores = layer.scores(v)
-    kept = dma.IntervalMask.top_w(scores, WINDOWS, keys=options.get("keys", "prefix"))
-    if "sinks" in options:
-        kept = kept | dma.IntervalMask.sinks(N, 1, like=q) | dma.IntervalMask.sliding_window(N, 2, like=q)
-    expected = dma.attention(q, k, v, mask=kept, bias=scores, causal="keys" in options)
-    torch.testing.assert_close(layer(q, k, v), expected)
-    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(q, k, v), expected)
 
 
 def test_options_of_layers():

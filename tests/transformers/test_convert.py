@@ -16,11 +16,13 @@ from tests.transformers import small_models as small  # noqa: E402
 NAMES = [name for name in small.FORMS if name not in (*small.DOGES, "mistral")]
 
 
-@pytest.mark.parametrize(("name", "form"), [*((name, "exp") for name in NAMES), ("llama", "linear"),
-                                            ("gpt-oss", "linear")])
+@pytest.mark.parametrize(("name", "options"), [
+    *((name, {"form": "exp"}) for name in NAMES), ("llama", {"form": "linear"}), ("gpt-oss", {"form": "linear"}),
+    *((name, {"scores": "input"}) for name in NAMES)], ids=str)
 @pytest.mark.parametrize("how", ["plain", "left", "packed"])
-def test_a_long_window_changes_nothing(name, how, form):
-    small.check_unchanged(name, how, ".A", ".dt_proj.weight", window=small.LENGTH, form=form)
+def test_a_long_window_changes_nothing(name, how, options):
+    added = [".score_proj.weight"] if "scores" in options else [".A", ".dt_proj.weight"]
+    small.check_unchanged(name, how, *added, window=small.LENGTH, **options)
 
 
 @pytest.mark.parametrize("options", [{}, {"sinks": 2, "recent": 3}, {"form": "linear"}, {"window": [[9, 4]]},
@@ -121,12 +123,6 @@ def test_budgets_that_do_not_fit(name, given, error, message):
 
 
 # ---- scores of the layer's input ----
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("how", ["plain", "left", "packed"])
-def test_a_long_window_by_the_input_changes_nothing(name, how):
-    small.check_unchanged(name, how, ".score_proj.weight", window=small.LENGTH, scores="input")
-
-
 @pytest.mark.parametrize("how", ["plain", "left"])
 def test_the_projection_of_the_input_learns_at_once(how):
     """Its gradient arrives through the key bias and agrees with a difference quotient."""
@@ -349,7 +345,7 @@ def test_offloaded_models(name):
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-# ---- models with cross-attention and with sinks ----
+# ---- models with cross-attention ----
 def test_cross_attention_stays():
     torch.manual_seed(0)
     model = small.randomize(transformers.AutoModelForCausalLM.from_config(transformers.BartConfig(
@@ -364,13 +360,3 @@ def test_cross_attention_stays():
     torch.testing.assert_close(model(ids, encoder_hidden_states=states, use_cache=False).logits, expected, rtol=0,
                                atol=1e-4)
     assert model.generate(ids, max_new_tokens=3, pad_token_id=0).shape == (2, 23)
-
-
-@pytest.mark.parametrize("how", ["plain", "left"])
-def test_sinks_with_a_cache(how):
-    given, real = small.batch(how)
-    model = small.converted("gpt-oss")
-    with torch.no_grad():
-        expected = model(**given, use_cache=False).logits[real]
-        found = model(**given, **{small.CACHE: dmt.DynamicMaskCache(model.config)}).logits[real]
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)

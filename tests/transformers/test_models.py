@@ -89,21 +89,15 @@ def test_forward_and_backward(name, how, kind):
     check(name, kind, how)
 
 
-def test_chunks_and_packing_together():
-    check("llama4", "float32", "packed", attention_chunk_size=4)
+@pytest.mark.parametrize(("name", "how", "options"), [
+    ("llama4", "packed", {"attention_chunk_size": 4}), ("doge", "left", {"attention_bias": True}),
+    ("doge", "plain", {"sliding_window": small.WINDOW}),
+    *(("doge", "plain", {"keep_window_size": small.LENGTH + more}) for more in (-1, 0, 1))], ids=str)
+def test_other_options_of_models(name, how, options):
+    check(name, "float32", how, **options)
 
 
-@pytest.mark.parametrize("window", [small.LENGTH - 1, small.LENGTH, small.LENGTH + 1])
-def test_doge_where_the_window_is_about_the_length(window):
-    check("doge", "float32", "plain", keep_window_size=window)
-
-
-def test_doge_with_a_bias():
-    check("doge", "float32", "left", attention_bias=True)
-
-
-def test_doge_within_a_sliding_window():
-    check("doge", "float32", "plain", sliding_window=small.WINDOW)
+def test_doge_within_another_sliding_window():
     model = small.model_of("doge", sliding_window=small.WINDOW + 1)
     with pytest.raises(NotImplementedError, match="best 16 keys within a sliding window of 17"):
         model(**small.batch("plain")[0])
