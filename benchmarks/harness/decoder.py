@@ -209,10 +209,10 @@ def decoder(sizes: Sizes, peer: str, *, compiled: bool, checkpoint: bool, device
         yield made, note
 
 
-def trainer(loss_of: Callable[[], Tensor], parameters: Any, rate: float, decay: float = 0.1,
-            capturable: bool = False) -> tuple[Callable[[], None], list[Tensor]]:
-    """A step of AdamW, and a list to which each step adds its loss. ``capturable``: in a CUDA graph."""
-    optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=decay, fused=True, capturable=capturable)
+def trainer(loss_of: Callable[[], Tensor], parameters: Any, rate: float,
+            decay: float = 0.1) -> tuple[Callable[[], None], list[Tensor]]:
+    """A step of AdamW, and a list to which each step adds its loss."""
+    optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=decay, fused=True)
     losses: list[Tensor] = []
 
     def step() -> None:

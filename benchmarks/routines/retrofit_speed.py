@@ -12,8 +12,8 @@ trained for ``ROWS`` rows: each bias is that quantile of the random model's gate
               on transformers' cache, eager, filled with random rows
 
 Peers: ``sdpa``, torch's choice; ``flash``, its FlashAttention-2; ``window``, ours with as many rows; ``gates, open``,
-how training begins; ``compiled``: every layer with ``torch.compile``; a step as a ``graph``: all of it, including the
-optimizer, in one CUDA graph. Timing and memory: benchmarks/harness/generation.py.
+how training begins; ``compiled``: every layer with ``torch.compile``. Timing and memory:
+benchmarks/harness/generation.py.
 
 Check: with all gates open, eager and compiled, hidden states of a text are sdpa's within ``NEAR``, relative to their
 norm. Those of compiled gates are the eager ones', in float32, since other rounding in 16 bits opens and closes gates.
@@ -39,8 +39,7 @@ from cupy_dma import retrofit
 PARTS = ("check", "step", "prefill", "decode")
 NEAR = 0.02
 ROWS, RECENT, SINKS = 256, 64, 4
-PEERS = {"step": ("gates", "gates, open", "window", "sdpa", "flash", "gates, compiled", "sdpa, compiled",
-                  "gates, compiled, graph", "sdpa, compiled, graph"),
+PEERS = {"step": ("gates", "gates, open", "window", "sdpa", "flash", "gates, compiled", "sdpa, compiled"),
          "prefill": ("gates", "gates, open", "window", "sdpa", "flash"),
          "decode": ("gates", "gates, graph", "window, graph", "sdpa")}
 SIZES = {"smollm2": {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
@@ -79,12 +78,8 @@ class Bench:
 
     def step(self, peer: str, batch: int, length: int) -> dict[str, Any]:
         model, ids = self.model(peer, length, trained=True), self.ids(batch, length)
-        step, losses = generation.trainer(model, ids, 1e-6, capturable=peer.endswith("graph"))
+        step, losses = generation.trainer(model, ids, 1e-6)
         with kernels(peer):
-            if peer.endswith("graph"):
-                step, how = measure.captured(step)
-                if how != "graph":
-                    return {"ms": None, "note": "not captured"}
             found = generation.timed(step, self.repeats, self.device)
         return {**found, "losses": [loss.item() for loss in losses]}
 
