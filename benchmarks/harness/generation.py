@@ -30,9 +30,10 @@ def prefill(model: Any, ids: Tensor, repeats: int) -> dict[str, Any]:
     return timed(lambda: model(input_ids=ids, use_cache=False, logits_to_keep=1), repeats, ids.device.type)
 
 
-def trainer(model: Any, ids: Tensor, rate: float) -> tuple[Callable[[], None], list[Tensor]]:
+def trainer(model: Any, ids: Tensor, rate: float, decay: float = 0.1) -> tuple[Callable[[], None], list[Tensor]]:
     """Forward, loss, backward and AdamW; and the list of losses."""
-    return decoder.trainer(lambda: model(input_ids=ids, labels=ids, use_cache=False).loss, model.parameters(), rate)
+    return decoder.trainer(lambda: model(input_ids=ids, labels=ids, use_cache=False).loss, model.parameters(), rate,
+                           decay)
 
 
 @torch.no_grad()
