@@ -378,6 +378,7 @@ def training_of(bench: Bench, part: str, seed: int, own: list[dict[str, Any]], c
         each = shares[kind][rows] if one.get("shared") else rows
         found.append({"settings": one, "training": costs, **more.get(rows, {}), **heads_of(each),
                       **evaluated(bench, model, "scores", each, clock, score)})
+        costs = {name: x for name, x in costs.items() if name != "curve"}  # the first row's is enough
     return found
 
 
