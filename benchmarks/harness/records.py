@@ -147,7 +147,8 @@ def add_run_options(options: argparse.ArgumentParser, parts: Iterable[str]) -> N
                          help=f"part to run, may be repeated (default: all): {', '.join(parts)}")
     options.add_argument("--size", choices=("full", "tiny"), default="full",
                          help="tiny: takes a minute on a CPU, to try the routine out")
-    options.add_argument("--seconds", type=float, default=3600, help="stop before this time; the next run continues")
+    options.add_argument("--seconds", type=float, default=3600,
+                         help="stop before this time; the next run continues, unless the record is deleted")
     options.add_argument("--share", type=_share, default=(1, 1), metavar="I/N",
                          help="every N-th run from the I-th on: several processes, each with its GPU, share one --out")
     options.add_argument("--device", default=None, help="default: cuda if available")
