@@ -2,19 +2,21 @@
 // and what the cache keeps of them.
 //
 // The history of a (sequence, kv head) has T = R + L keys: its R slots in order of position, empty ones first, then the
-// new tokens. `top` says until which of them each key is in the top (select/prefix_top_w.cu); both kinds of rows count.
+// new tokens. A key's place is its index in the history. `top` holds the place of the first key that does not see the key
+// among its best (select/prefix_top_w.cu).
 //
 //   gather_history  slots and new tokens -> place, before, position, raw_score, ranked_score; with queries: history rows
-//   visible_stops   position, top -> start, stop: which keys the new tokens see
-//   store_tokens    the state after the last token. Tokens that are still needed take slots that are not, both in order
+//   visible_stops   position, top -> start, stop: which new tokens see each key
+//   store_tokens    the state after the last token. Tokens that later tokens may see are stored in slots that are no longer
+//                   needed, both in order
 //
-// slots_of // (n): which of the cache's sequences each of the call's is, -1: none; or null: all, in order
+// slots_of // (n): the cache's sequence of each of the call's, -1: none; or null: all, in order
 // bounds   // (n + 1): cumulative lengths of packed new tokens, or null. With them L is the number of all new tokens,
 //             arrays of the call have n = 1, and the histories of all sequences follow each other, T = n * R + L
 // key, value, score, position, in_top, lengths, lowest, lowest_score, free: the state, as in decode/cache_state.cuh
 //
-// With STORAGE rows of the state and new ones are codes with a scale each (decode/quantized_rows.cuh); those of the history
-// are numbers.
+// With STORAGE, rows of the state and new rows are codes with a scale each (decode/quantized_rows.cuh); rows of the history
+// are of type ELEMENT.
 //
 // Prelude: UNIT (uint4, unsigned, unsigned short or unsigned char), in which rows are copied; STORAGE, and with it
 // ELEMENT.
@@ -37,8 +39,8 @@ struct ChunkParams {
     const int* counts;            // (n): how many of its tokens are real, or null: all
     const int* slots_of;
     const int* bounds;
-    const long long* segment_start;  // (B, Hkv): first row of each kv head, and how many; or null: R each
-    const int* segment_slots;
+    const long long* segment_start;  // (B, Hkv): each kv head's first row, or null: it has R rows
+    const int* segment_slots;        // (B, Hkv): and the number of its rows
     Unit* key;
     Unit* value;
     float* score;
@@ -53,10 +55,10 @@ struct ChunkParams {
     long long* history_position;  // (n, Hkv, T), -1 where empty
     float* raw_score;             // (n, Hkv, T), -inf where empty; or null
     float* ranked_score;          // likewise, and -inf below the threshold
-    int* place;                   // (n, Hkv, R): of each slot in the history
-    long long* before;            // (n): length ahead of the call
-    int* first;                   // (n + 1): where each history begins, with bounds
-    int* document;                // (T): where its own history begins, with bounds
+    int* place;                   // (n, Hkv, R): of each slot's key
+    long long* before;            // (n): tokens before the call
+    int* first;                   // (n + 1): start of each history, with bounds
+    int* document;                // (T): start of the key's history, with bounds
     const int* top;               // (n, Hkv, T)
     int* start;                   // (T)
     int* stop;                    // (n, Hkv, T)
@@ -68,13 +70,13 @@ struct ChunkParams {
     long long value_batch, value_row, value_head;
     long long score_batch, score_head, score_token;  // in elements
     int key_units, value_units;   // of a row
-    int count_words, bound_words;  // 32-bit words of a number of counts and of bounds
+    int count_words, bound_words;  // 1 for 32-bit counts and bounds, 2 for 64-bit ones
     int sequences, kv_heads, slots, length;  // n, Hkv, R, L
     int window, sinks, recent, splits;  // blocks of store_tokens per (sequence, kv head)
     float threshold;
 };
 
-constexpr int ROWS = 64, GATHER_THREADS = 256, TILE = 1024;  // of gather_history: rows of a block, slots at a time
+constexpr int ROWS = 64, GATHER_THREADS = 256, TILE = 1024;  // gather_history: rows of a block, slots compared at a time
 constexpr int SHARES = GATHER_THREADS / ROWS;
 constexpr int STOP_THREADS = 256, STORE_THREADS = 512;
 constexpr int STORE_WARPS = STORE_THREADS / 32;
@@ -84,9 +86,9 @@ constexpr int MAX_SLOTS = 1 << 17;
 struct Head {
     const ChunkParams& p;
     int batch, group, sequence;  // sequence: the cache's, -1: none
-    int slots;                   // that it has
-    int begin, length;           // its first new token among those that are packed, and how many it has; those behind
-                                 // the last sequence count as its own
+    int slots;
+    int begin, length;           // first new token (0 unless packed) and number of them; the last sequence's include
+                                 // padding at the end of a packed call
 
     __device__ __forceinline__ Head(const ChunkParams& p, int pair)
         : p(p), batch(pair / p.kv_heads), group(pair % p.kv_heads),
@@ -111,7 +113,7 @@ struct Head {
         const int own = p.bounds == nullptr ? length : bound(batch + 1) - begin;
         return p.counts == nullptr ? own : max(0, min(own, p.counts[batch * p.count_words]));
     }
-    // Of a token: offset in an array with such strides.
+    // Index of a token in an array with these strides.
     __device__ __forceinline__ long long offset(long long of_batch, long long of_token, long long of_head,
                                                 int token) const {
         return (p.bounds == nullptr ? batch * of_batch : begin * of_token) + token * of_token + group * of_head;
@@ -139,7 +141,6 @@ struct Head {
     __device__ __forceinline__ long long row_of_history(int place) const {
         return ((p.bounds == nullptr ? (long long)batch * keys() : first()) + place) * p.kv_heads + group;
     }
-    // Of a slot.
     __device__ __forceinline__ int& place(int slot) const {
         return p.place[((long long)batch * p.kv_heads + group) * p.slots + slot];
     }
@@ -153,7 +154,7 @@ struct Head {
     }
 };
 
-// Copies rows of `units` from `from(row)` to `to(row)`, unless that is null.
+// Copies rows of `units` units from from(row) to to(row), except rows whose to(row) is null.
 template <typename To, typename From>
 __device__ __forceinline__ void copy_rows(int rows, int units, const To& to, const From& from) {
     for (int i = threadIdx.x; i < rows * units; i += STORE_THREADS) {
@@ -163,7 +164,8 @@ __device__ __forceinline__ void copy_rows(int rows, int units, const To& to, con
     }
 }
 
-// The same to rows `to(row)` of a history, which become zeros where `from(row)` is null. `scale(row)`: of its codes.
+// Copies rows from from(row) to row to(row) of a history: zeros if from(row) is null. With STORAGE, codes are multiplied by
+// scale(row).
 template <typename To, typename From, typename Scale>
 __device__ __forceinline__ void gather_rows(HistoryUnit* history, int rows, int units, const To& to, const From& from,
                                             const Scale& scale) {
@@ -182,8 +184,8 @@ __device__ __forceinline__ void gather_rows(HistoryUnit* history, int rows, int 
     }
 }
 
-// A block takes ROWS slots or ROWS new tokens of a (sequence, kv head). SHARES threads find the place of a slot: they
-// count the slots with lower positions.
+// A block takes ROWS slots or ROWS new tokens of a (sequence, kv head). A slot's place is the number of slots with lower
+// positions, which SHARES threads count.
 extern "C" __global__ void __launch_bounds__(GATHER_THREADS, 2) gather_history(const ChunkParams p) {
     wait_for_earlier_kernels();
     __shared__ long long positions[TILE];
@@ -212,7 +214,7 @@ extern "C" __global__ void __launch_bounds__(GATHER_THREADS, 2) gather_history(c
             __syncthreads();  // the last tile has been read
             for (int i = threadIdx.x; i < TILE; i += GATHER_THREADS)
                 if (begin + i < p.slots) positions[i] = head.position(begin + i);
-            __syncthreads();  // all of this one are there
+            __syncthreads();  // the tile is complete
             for (int i = threadIdx.x % SHARES; i < min(TILE, p.slots - begin); i += SHARES)
                 lower += positions[i] < position || (positions[i] == position && begin + i < slot);
         }
@@ -265,18 +267,18 @@ struct Keys {
     __device__ __forceinline__ long long position(int place) const {
         return p.history_position[head.key_of_history(place)];
     }
-    // Until when it is in the top, counted in places.
+    // Place of the first key that does not see this one among its best, 0 if none does.
     __device__ __forceinline__ int top(int place) const {
         const long long at = head.key_of_history(place);
         if (p.threshold > -infinity() && p.ranked_score[at] == -infinity()) return 0;
         const int stop = p.top[at];
         return stop == NEVER ? NEVER : stop - head.first();
     }
-    // Whether it is there, and is in the top after the last token.
+    // Whether the slot or token holds a key that is among the best after the last token.
     __device__ __forceinline__ bool stays(int place, long long position) const {
         return position >= 0 && place < end && top(place) >= end;
     }
-    // Whether a key at `position`, in the top or not, must be kept for the token at `now`.
+    // Whether the token at `now` sees a key at `position`, given whether it is in the top.
     __device__ __forceinline__ bool is_needed(long long position, bool in_top, long long now) const {
         return position >= 0 && (in_top || position < p.sinks || position > now - p.recent);
     }
@@ -297,15 +299,15 @@ extern "C" __global__ void __launch_bounds__(STOP_THREADS) visible_stops(const C
     }
     if (position < p.sinks) stop = NEVER;
     if (p.counts != nullptr || p.slots_of != nullptr || p.bounds != nullptr)
-        stop = min(stop, all.end);  // what is no token sees nothing
+        stop = min(stop, all.end);  // padding sees nothing
     p.stop[head.key_of_history(place)] = position < 0 ? 0 : stop == NEVER ? NEVER : head.first() + stop;
     if (head.group == 0 && (head.batch == 0 || p.bounds != nullptr)) p.start[head.first() + place] = head.first() + place;
 }
 
-// The blocks of a (sequence, kv head) copy the rows of a part of the tokens each. The first one changes all else.
+// Each block of a (sequence, kv head) copies the rows of some of the tokens; the first one updates everything else.
 extern "C" __global__ void __launch_bounds__(STORE_THREADS, 1) store_tokens(const ChunkParams p) {
     wait_for_earlier_kernels();
-    __shared__ unsigned unused[MAX_SLOTS / 32];  // a bit per slot: not needed after the last token
+    __shared__ unsigned unused[MAX_SLOTS / 32];  // a bit per slot: not visible after the last token
     __shared__ int unused_before[MAX_SLOTS / 32];
     __shared__ int warp_sums[32], targets[STORE_THREADS];
     __shared__ Candidate found[STORE_WARPS];
@@ -340,7 +342,7 @@ extern "C" __global__ void __launch_bounds__(STORE_THREADS, 1) store_tokens(cons
         const unsigned bits = __ballot_sync(ALL_LANES, !needed);
         if (lane == 0) unused[word] = bits;
     }
-    __syncthreads();  // all words are there
+    __syncthreads();  // `unused` is complete
     int all_unused = 0, total;
     for (int begin = 0; begin < words; begin += STORE_THREADS) {
         const int word = begin + threadIdx.x;
@@ -348,10 +350,10 @@ extern "C" __global__ void __launch_bounds__(STORE_THREADS, 1) store_tokens(cons
         if (word < words) unused_before[word] = all_unused + sum;
         all_unused += total;
     }
-    __syncthreads();  // all sums are there
+    __syncthreads();  // `unused_before` is complete
     const auto unused_slot = [&](int number) {  // in order of slots
         if (number >= all_unused) return NO_SLOT;
-        int low = 0, high = words - 1;  // the last word with at most so many ahead of it
+        int low = 0, high = words - 1;  // search for the last word with at most `number` unused slots before it
         while (low < high) {
             const int middle = (low + high + 1) / 2;
             if (unused_before[middle] <= number) low = middle;
@@ -387,7 +389,7 @@ extern "C" __global__ void __launch_bounds__(STORE_THREADS, 1) store_tokens(cons
             p.value_scale[head.row(slot)] = p.new_value_scale[head.new_row(token)];
 #endif
         }
-        __syncthreads();  // all targets are there; the next sum's barriers protect them
+        __syncthreads();  // `targets` is complete; the barriers of the next sum come before it is overwritten
         const int tokens = min(STORE_THREADS, keys.tokens - begin);
         copy_rows(tokens, p.key_units, [&](int row) {
             return targets[row] == NO_SLOT ? nullptr : p.key + head.row(targets[row]) * p.key_units;
@@ -398,7 +400,7 @@ extern "C" __global__ void __launch_bounds__(STORE_THREADS, 1) store_tokens(cons
     }
     if (!is_first) return;
 
-    for (int slot = threadIdx.x; slot < head.slots; slot += STORE_THREADS) {  // those that are still unused
+    for (int slot = threadIdx.x; slot < head.slots; slot += STORE_THREADS) {  // slots that no token has taken
         const unsigned bits = unused[slot / 32], bit = 1u << slot % 32;
         if ((bits & bit) != 0 && unused_before[slot / 32] + __popc(bits & (bit - 1)) >= taken)
             p.in_top[head.row(slot)] = 0;

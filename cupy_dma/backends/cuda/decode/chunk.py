@@ -58,43 +58,22 @@ def extend(build: Builder, state: CacheState, call: ExtendCall) -> tuple[Array, 
     position, place = build.empty((axis, kv_heads, keys), "int64"), build.empty((n, kv_heads, rows), "int32")
     ranked = build.empty((axis, kv_heads, keys), "float32")
     raw = build.empty(ranked.shape, "float32") if call.is_biased and state.threshold > -inf else ranked
-    names = {"scores": "score", "positions": "position"}
-    fields: dict[str, Any] = {
-        "new_key": call.key.pointer, "new_value": call.value.pointer, "new_score": call.scores.pointer,
-        **{names.get(name, name): getattr(state, name).pointer for name in state.arrays},
-        "history_position": position.ref, "ranked_score": ranked.ref, "raw_score": 0 if raw is ranked else raw.ref,
-        "place": place.ref, "before": build.empty((n,), "int64").ref,
-        "sequences": n, "kv_heads": kv_heads, "slots": rows, "length": length, "window": widest(state.window),
-        "sinks": state.sinks, "recent": state.recent, "threshold": state.threshold}
-    for name, operand in (("key", call.key), ("value", call.value)):
-        fields |= dict(zip((f"{name}_batch", f"{name}_row", f"{name}_head"), operand.strides))
-    fields |= dict(zip(("score_batch", "score_head", "score_token"), call.scores.strides))
-    storage = STORAGE[state.storage]
-    if storage:
-        fields |= codes.launch(build, state, call)
-    unit, size = _unit(state, call)
-    for name in ("key_batch", "key_row", "key_head", "value_batch", "value_row", "value_head"):
-        fields[name] = fields[name] * size // unit
-    fields |= {"key_units": state.head_dim * size // unit, "value_units": state.value_dim * size // unit}
-    if call.lengths is not None:
-        fields |= {"counts": call.lengths.pointer, "count_words": 2 if call.lengths.dtype == "int64" else 1}
+    unit, fields = _operands(build, state, call)
+    fields |= {"history_position": position.ref, "place": place.ref, "before": build.empty((n,), "int64").ref,
+               "ranked_score": ranked.ref, "raw_score": 0 if raw is ranked else raw.ref}
     first = document = None
     if call.cu_seqlens is not None:
         first, document = build.empty((n + 1,), "int32"), build.empty((1, keys), "int32")
-        fields |= {"bounds": call.cu_seqlens.pointer, "bound_words": 2 if call.cu_seqlens.dtype == "int64" else 1,
-                   "first": first.ref, "document": document.ref}
-    if call.slots is not None:
-        fields["slots_of"] = call.slots.pointer
-    if state.segments is not None:
-        fields |= {"segment_start": state.segments.start.pointer, "segment_slots": state.segments.count.pointer}
+        fields |= {"first": first.ref, "document": document.ref}
     history = []
     if call.query is not None:
         history = [build.empty((axis, keys, kv_heads, state.head_dim), state.dtype) for _ in range(2)]
         fields |= {"history_key": history[0].ref, "history_value": history[1].ref}
+    storage = STORAGE[state.storage]
+    config = ChunkConfig(UNITS[unit], storage, *([ELEMENTS[state.dtype]] if storage else []))
 
     def launch(entry: str, grid: int, threads: int) -> None:
-        params = jit.params(ChunkConfig.source, "ChunkParams").pack_some(fields)
-        config = ChunkConfig(UNITS[unit], storage, *([ELEMENTS[state.dtype]] if storage else []))
+        params = jit.params(config.source, "ChunkParams").pack_some(fields)
         build.launch(build.load(config, entry), pairs * grid, threads, params)
 
     launch("gather_history", blocks(rows, ROWS) + blocks(length, ROWS), GATHER_THREADS)
@@ -122,8 +101,35 @@ def extend(build: Builder, state: CacheState, call: ExtendCall) -> tuple[Array, 
     return results
 
 
+def _operands(build: Builder, state: CacheState, call: ExtendCall) -> tuple[int, dict[str, Any]]:
+    """Bytes of a unit in which rows are copied, and the parameters that describe the state and the call."""
+    names = {"scores": "score", "positions": "position"}
+    fields: dict[str, Any] = {
+        "new_key": call.key.pointer, "new_value": call.value.pointer, "new_score": call.scores.pointer,
+        **{names.get(name, name): getattr(state, name).pointer for name in state.arrays},
+        "sequences": call.batch, "kv_heads": state.kv_heads, "slots": state.rows, "length": call.key.shape[1],
+        "window": widest(state.window), "sinks": state.sinks, "recent": state.recent, "threshold": state.threshold}
+    for name, operand in (("key", call.key), ("value", call.value)):
+        fields |= dict(zip((f"{name}_batch", f"{name}_row", f"{name}_head"), operand.strides))
+    fields |= dict(zip(("score_batch", "score_head", "score_token"), call.scores.strides))
+    if state.storage:
+        fields |= codes.launch(build, state, call)
+    unit, size = _unit(state, call)
+    for name in ("key_batch", "key_row", "key_head", "value_batch", "value_row", "value_head"):
+        fields[name] = fields[name] * size // unit
+    fields |= {"key_units": state.head_dim * size // unit, "value_units": state.value_dim * size // unit}
+    for name, words, given in (("counts", "count_words", call.lengths), ("bounds", "bound_words", call.cu_seqlens)):
+        if given is not None:
+            fields |= {name: given.pointer, words: 2 if given.dtype == "int64" else 1}
+    if call.slots is not None:
+        fields["slots_of"] = call.slots.pointer
+    if state.segments is not None:
+        fields |= {"segment_start": state.segments.start.pointer, "segment_slots": state.segments.count.pointer}
+    return unit, fields
+
+
 def _unit(state: CacheState, call: ExtendCall) -> tuple[int, int]:
-    """In how many bytes rows are copied, and how many a number of a row has."""
+    """Bytes of a unit in which rows are copied, and of a number in a row."""
     if state.storage:
         widths = (state.head_dim, state.value_dim)
         return next(unit for unit in (16, 4, 1) if not any(width % unit for width in widths)), 1
