@@ -39,8 +39,8 @@ class DynamicCache(KeyCache):
         Number of first and last tokens that are kept in addition to the top. A key may belong to several of these sets.
     storage : "int8" or "fp8", optional
         Keep keys and values in 8 bits per number, INT8 or E4M3, with a float32 scale per row. Rows are rounded when
-        their token is appended, with errors of at most ``max |x| / 254`` (INT8), or ``|x| / 16`` or ``max |x| /
-        458752``, whichever is larger (E4M3); all queries read the rounded rows. The kept keys are the same. Default:
+        their token is appended, with errors of at most ``max |x| / 253`` (INT8), or ``|x| / 16`` or ``max |x| /
+        456000``, whichever is larger (E4M3); all queries read the rounded rows. The kept keys are the same. Default:
         not rounded.
     record_stops : bool
         Keep the scores of all tokens, for ``stops``: 4 bytes per token and kv head, growing with the text.

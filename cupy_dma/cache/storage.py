@@ -4,13 +4,18 @@ A row is rounded once, when its token comes, and every query, its own included, 
 returns does not depend on how tokens are split into calls. Which rows are kept depends on scores alone, and these are
 not rounded.
 
-    scale = max |x| / largest      code = x / scale, rounded, ties to even        read: code * scale, in the call's type
+    scale = max |x| / largest      code = x / scale, rounded, ties to even      read: code * scale, in the call's type
+
+A scale is rounded to the call's type, so that 16-bit arithmetic reads what float32 would, and is at least ``2**-17`` in
+float16.
 
 - ``int8``: ``largest`` is 127, and no number is off by more than ``max |x| / 254``.
 - ``fp8``, E4M3 with the bits of ``torch.float8_e4m3fn``: ``largest`` is 448, and ``x`` is off by at most ``|x| / 16``
   or ``max |x| / 458752``, whichever is more.
 
-Rounding to the call's type comes on top. A row with a number that is not finite reads as NaN throughout.
+The rounded scale makes these bounds larger by a factor of at most ``1 + 2**-8``, and in float16 ``max |x|`` counts as
+at least ``largest * 2**-17``. Rounding to the call's type comes on top. In 16 bits, rounding these numbers again
+changes nothing. A row with a number that is not finite reads as NaN throughout.
 
 These are elementwise operations in float32, the same for NumPy, CuPy and torch, and kernels/decode/quantized_rows.cuh
 has them too: all give equal bits. Call within ``state.library.on(state.device)``.
@@ -25,6 +30,7 @@ from cupy_dma.cache.state import CODES, CacheState, ExtendCall
 from cupy_dma.calls.head_dims import movable
 
 LARGEST = {"int8": 127.0, "fp8": 448.0}
+SMALLEST = 2.0**-17  # scale in float16, where lower ones would be too coarse
 _ROUND = 1.5 * 2**23  # added and subtracted: a float32 below 2**22 becomes the nearest whole number
 
 
@@ -44,7 +50,7 @@ def quantized_call(state: CacheState, call: ExtendCall) -> ExtendCall:
     library = state.library
     found: dict[str, Operand] = {}
     for name in ("key", "value"):
-        codes, scale = quantized(library, getattr(call, name).array, state.storage)
+        codes, scale = quantized(library, getattr(call, name).array, state.storage, state.dtype)
         found |= {name: library.operand(codes, name), f"{name}_scale": library.operand(scale, f"{name}_scale")}
 
     def as_read(name: str) -> Operand:
@@ -63,12 +69,15 @@ def read(state: CacheState, name: str, place: Any) -> Any:
     return movable(library, dequantized(library, rows, getattr(state, f"{name}_scale").array[place], dtype), dtype)
 
 
-def quantized(library: Library, rows: Any, storage: str) -> tuple[Any, Any]:
-    """Codes ``(..., d)`` and scales float32 ``(...)`` of ``rows (..., d)``."""
+def quantized(library: Library, rows: Any, storage: str, dtype: str) -> tuple[Any, Any]:
+    """Codes ``(..., d)`` and scales float32 ``(...)`` of ``rows (..., d)``, for calls of type ``dtype``."""
     xp, x = library.xp, library.astype(rows, "float32")
     most = xp.amax(abs(x), -1)
     # By an array: torch multiplies by the reciprocal of a number.
     scale = xp.where(xp.isfinite(most), most, float("nan")) / xp.full_like(most, LARGEST[storage])
+    if dtype == "float16":
+        scale = xp.clip(scale, SMALLEST, float("inf"))
+    scale = library.astype(library.astype(scale, dtype), "float32")
     y = xp.where((scale > 0)[..., None], x / xp.where(scale > 0, scale, 1)[..., None], 0)
     y = xp.clip(y, -LARGEST[storage], LARGEST[storage])
     if storage == "int8":
@@ -94,4 +103,4 @@ def dequantized(library: Library, codes: Any, scale: Any, dtype: str) -> Any:
 
 def fake_quantized(library: Library, rows: Any, storage: str, dtype: str) -> Any:
     """Quantized and dequantized: what is read in place of these rows."""
-    return dequantized(library, *quantized(library, rows, storage), dtype)
+    return dequantized(library, *quantized(library, rows, storage, dtype), dtype)

@@ -62,6 +62,24 @@ __device__ __forceinline__ unsigned pack_pair(const __nv_bfloat16*, float low, f
     return *reinterpret_cast<const unsigned*>(&pair);
 }
 
+// Two words of two 16-bit numbers each: products and differences, rounded to nearest even.
+__device__ __forceinline__ __half2 as_pair(unsigned word, const __half*) {
+    return *reinterpret_cast<const __half2*>(&word);
+}
+__device__ __forceinline__ __nv_bfloat162 as_pair(unsigned word, const __nv_bfloat16*) {
+    return *reinterpret_cast<const __nv_bfloat162*>(&word);
+}
+template <typename T>
+__device__ __forceinline__ unsigned multiply_pairs(unsigned x, unsigned y, const T* type) {
+    const auto pair = __hmul2(as_pair(x, type), as_pair(y, type));
+    return *reinterpret_cast<const unsigned*>(&pair);
+}
+template <typename T>
+__device__ __forceinline__ unsigned subtract_pairs(unsigned x, unsigned y, const T* type) {
+    const auto pair = __hsub2(as_pair(x, type), as_pair(y, type));
+    return *reinterpret_cast<const unsigned*>(&pair);
+}
+
 // ---- instructions in PTX; on a CPU (tests/emulator) their twins ----
 #ifdef CUPY_DMA_HOST
 #include <arch_host.h>
@@ -71,6 +89,13 @@ __device__ __forceinline__ unsigned pack_pair(const __nv_bfloat16*, float low, f
 __device__ __forceinline__ float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// lop3: x & mask | bits. ptxas makes two instructions of the expression if both are constants.
+__device__ __forceinline__ unsigned and_or(unsigned x, unsigned mask, unsigned bits) {
+    unsigned y;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(y) : "r"(x), "r"(mask), "r"(bits));
     return y;
 }
 
@@ -130,6 +155,11 @@ __device__ __forceinline__ void copy_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
 }
 
+// prefetch.global.L2: fetches the line that holds this address into L2.
+__device__ __forceinline__ void prefetch_line(const void* global) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(global) : "memory");
+}
+
 // ---- TF32 ----
 // cvt.rna.tf32.f32 (sm_80): to 10 bits of mantissa, ties away from zero; the result is a float32.
 __device__ __forceinline__ float round_tf32(float x) {
@@ -169,7 +199,7 @@ __device__ __forceinline__ void multiply_add_half(float* c, const unsigned* a, c
 // ---- consecutive kernels (sm_90) ----
 // Programmatic dependent launch (PDL). griddepcontrol.wait: waits until the previous kernel in the stream has ended,
 // which itself waited for its predecessor, so everything they wrote can be read. Every thread of every kernel calls
-// this before it touches global memory.
+// this before it reads or writes global memory. It may prefetch before.
 // griddepcontrol.launch_dependents: from now on the next kernel's blocks may start, once all blocks of this kernel have
 // called it: they displace none of these, take the remaining room, and wait. It comes second, so that no third kernel
 // starts.

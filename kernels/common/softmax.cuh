@@ -78,18 +78,19 @@ struct RowState {
 
     __device__ __forceinline__ RowState() : m{-infinity(), -infinity()}, l{0.0f, 0.0f} {}
 
-    // Turns logits into p = 2^(s2 - m) and returns in `rescale` what earlier sums and outputs must be multiplied by.
-    template <int columns, typename Fragment>
+    // Turns logits into p = 2^(s2 - m) and returns in `rescale` what earlier sums and outputs must be multiplied by. With
+    // rows = 1 only of the first row.
+    template <int rows = 2, int columns, typename Fragment>
     __device__ __forceinline__ void update(Fragment (&s)[columns], float (&rescale)[2]) {
         float highest[2] = {m[0], m[1]};
 #pragma unroll
         for (int n = 0; n < columns; ++n)
 #pragma unroll
             for (int i = 0; i < 8; ++i)
-                highest[fragment_row(i)] = fmaxf(highest[fragment_row(i)], s[n].x[i]);
+                if (fragment_row(i) < rows) highest[fragment_row(i)] = fmaxf(highest[fragment_row(i)], s[n].x[i]);
         float finite_max[2];
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
+        for (int r = 0; r < rows; ++r) {
             highest[r] = row_max(highest[r]);
             finite_max[r] = highest[r] == -infinity() ? 0.0f : highest[r];  // nothing seen so far: p = 2^-inf
             rescale[r] = exp2_fast(m[r] - finite_max[r]);
@@ -100,6 +101,7 @@ struct RowState {
         for (int n = 0; n < columns; ++n)
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
+                if (fragment_row(i) >= rows) continue;
                 s[n].x[i] = exp2_fast(s[n].x[i] - finite_max[fragment_row(i)]);
                 l[fragment_row(i)] += s[n].x[i];
             }

@@ -230,9 +230,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) flash_decode(c
     for (int base = first; base < end; base += STRIDE) {
         const Key current = key;
         const unsigned now = some;
+        Products products;
         Logits s;
         if (!TOGETHER && now != 0) load_keys(keys, row_of(keys_of_head, p.key_row));
-        if (now != 0) score_keys(s, shared.split, keys);
+        if (now != 0) score_keys(products, shared.split, keys);
         if (!TOGETHER && now != 0) load_values(values, row_of(values_of_head, p.value_row));
         // The next step's keys load while this step waits for its values; its values load during its QK MMA.
         key = following;
@@ -244,13 +245,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) flash_decode(c
             const unsigned all = __ballot_sync(ALL_LANES, current.seen_by_all(rows));
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
+                if (fragment_row(i) >= ROW_TILES) continue;
                 const int column = 2 * (lane & 3) + fragment_column(i);
                 float bias = BIAS ? __shfl_sync(ALL_LANES, current.bias, column) : 0.0f;
 #if DELAY
                 const int far_from = __shfl_sync(ALL_LANES, current.far_from, column);
                 if (rows.position_of(lane / 4 + 8 * fragment_row(i)) < far_from) bias = 0.0f;
 #endif
-                s.x[i] = now >> column & 1 ? logit(s.x[i], bias) : -infinity();
+                s.x[i] = now >> column & 1 ? logit(products[i], bias) : -infinity();
             }
             if (now != all) {  // only some rows see some of the keys
 #pragma unroll

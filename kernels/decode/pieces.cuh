@@ -57,28 +57,34 @@ __device__ __forceinline__ void store_piece(ELEMENT* row, int number, const Piec
 using Row = unsigned char;
 using Stored = Codes<PIECE>;
 
-// Four numbers as words of ELEMENT.
+// Codes of a row with this scale as numbers.
 template <typename T>
-__device__ __forceinline__ void put_words(unsigned* words, const float (&x)[4], const T* type) {
-    words[0] = pack_pair(type, x[0], x[1]);
-    words[1] = pack_pair(type, x[2], x[3]);
-}
-__device__ __forceinline__ void put_words(unsigned* words, const float (&x)[4], const float*) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) words[i] = __float_as_uint(x[i]);
-}
-
-__device__ __forceinline__ Piece piece_of(const Stored& codes, float scale) {
+__device__ __forceinline__ Piece piece_of(const Stored& codes, float scale, const T* type) {
+    const unsigned scales = pack_pair(type, scale, scale);
     Piece piece;
 #pragma unroll
-    for (int w = 0; w < PIECE / 4; ++w) {
-        float x[4];
-        numbers_of(x, codes.word[w]);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) x[i] *= scale;
-        put_words(piece.word + w * static_cast<int>(sizeof(ELEMENT)), x, TYPE);
+    for (int i = 0; i < 4; ++i) {
+        const unsigned word = codes.word[i / 2], at = i % 2 * 2;
+        piece.word[i] = multiply_pairs(numbers_of_pair(code_pair(word, at, word, at + 1), type), scales, type);
     }
     return piece;
+}
+__device__ __forceinline__ Piece piece_of(const Stored& codes, float scale, const float*) {
+    float x[4];
+    numbers_of(x, codes.word[0]);
+    Piece piece;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) piece.word[i] = __float_as_uint(x[i] * scale);
+    return piece;
+}
+__device__ __forceinline__ Piece piece_of(const Stored& codes, float scale) { return piece_of(codes, scale, TYPE); }
+
+// Number `i` of two rows as a word of two 16-bit numbers.
+template <typename T>
+__device__ __forceinline__ unsigned column_pair(const Stored& first, const Stored& second, int i, float first_scale,
+                                                float second_scale, const T* type) {
+    const unsigned numbers = numbers_of_pair(code_pair(first.word[i / 4], i % 4, second.word[i / 4], i % 4), type);
+    return multiply_pairs(numbers, pack_pair(type, first_scale, second_scale), type);
 }
 
 template <int dim>
@@ -117,6 +123,12 @@ using Row = ELEMENT;
 using Stored = Piece;
 
 __device__ __forceinline__ const Piece& piece_of(const Stored& piece, float) { return piece; }
+
+// As above.
+template <typename T>
+__device__ __forceinline__ unsigned column_pair(const Piece& first, const Piece& second, int i, float, float, const T*) {
+    return __byte_perm(first.word[i / 2], second.word[i / 2], i % 2 == 0 ? 0x5410 : 0x7632);
+}
 
 template <int dim>
 __device__ __forceinline__ Stored load_row(const Row* row, int number, bool exists) {

@@ -43,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) quantize_rows(const Qua
         most = max(most, __float_as_uint(fabsf(own[i])));  // NaN is above infinity
     }
     const float largest = __uint_as_float(__reduce_max_sync(ALL_LANES, most));
-    const float scale = isfinite(largest) ? largest / LARGEST : __uint_as_float(0x7fc00000u);
+    const float scale = isfinite(largest) ? scale_of(largest) : __uint_as_float(0x7fc00000u);
     unsigned char* codes = (is_key ? p.key_codes : p.value_codes) + row * dim;
 #pragma unroll
     for (int i = 0; i < OWN; ++i) {

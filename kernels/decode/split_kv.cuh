@@ -48,13 +48,20 @@ struct Logits {
     float x[8];  // of an accumulator of 16x16: common/arch.cuh
 };
 
+// q . k as two sums. They are added when they are needed, after the next loads have been issued.
+struct Products {
+    float sum[2][8];
+
+    __device__ __forceinline__ float operator[](int i) const { return sum[0][i] + sum[1][ROW_TILES == 2 ? i : i | 2]; }
+};
+
 // The softmax state of a warp, then of a split: its outputs are not divided by l yet, and in units of 2^m.
 struct SplitState {
     float m, l;
 };
 
 struct SplitShared {
-    Piece query[KEY_CHUNKS][ROW_TILES][32];  // A operands, by lane
+    Piece query[KEY_CHUNKS][ROW_TILES][32];  // A operands, by lane: score_keys
     float o[WARPS][ROWS][VALUE_DIM];
     SplitState state[WARPS][ROWS];
     float sum[ROWS];
@@ -122,10 +129,11 @@ struct Query {
         for (int n = 0; n < OWN; ++n) {
             const int i = threadIdx.x + n * THREADS;
             if (i >= PIECES) continue;
-            Piece rounded;
 #pragma unroll
-            for (int k = 0; k < 4; ++k) rounded.word[k] = operand_word(piece[n].word[k], TYPE);
-            shared.query[i / 32 / ROW_TILES][i / 32 % ROW_TILES][i % 32] = rounded;
+            for (int k = 0; k < 4; ++k) {
+                const int step = ROW_TILES == 2 ? k / 2 : 0, half = ROW_TILES == 2 ? i / 32 % 2 : k / 2;
+                shared.query[i / 32 / ROW_TILES][step][i % 32].word[k % 2 * 2 + half] = operand_word(piece[n].word[k], TYPE);
+            }
         }
     }
 
@@ -191,25 +199,23 @@ __device__ __forceinline__ void only_seen(Values& values, unsigned seen) {
         }
 }
 
-// s = q . k^T
-__device__ __forceinline__ void score_keys(Logits& s, const SplitShared& shared, const Keys& keys) {
+// q . k^T, one sum of words 0 and 1 of all pieces and one of words 2 and 3. With one tile of rows an operand has both
+// pairs of its piece, as rows g and g + 8: of the first product row g is used, of the second row g + 8. With two tiles
+// rows g and g + 8 are the same pair of both. So a row's sums are the same in both cases, and no register is moved.
+__device__ __forceinline__ void score_keys(Products& products, const SplitShared& shared, const Keys& keys) {
     const int lane = threadIdx.x & 31;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) s.x[i] = 0.0f;
+    products = {};
 #pragma unroll
     for (int c = 0; c < KEY_CHUNKS; ++c) {
-        const Piece low = shared.query[c][0][lane];
-        const Piece high = ROW_TILES == 2 ? shared.query[c][ROW_TILES - 1][lane] : Piece{};
         const Piece key[2] = {piece_of(keys.piece[0][c], keys.scale[0]), piece_of(keys.piece[1][c], keys.scale[1])};
 #pragma unroll
         for (int step = 0; step < 2; ++step) {
-            const unsigned a[4] = {low.word[2 * step], high.word[2 * step], low.word[2 * step + 1],
-                                   high.word[2 * step + 1]};
+            const Piece query = shared.query[c][ROW_TILES == 2 ? step : 0][lane];
 #pragma unroll
             for (int n = 0; n < 2; ++n) {
                 const unsigned b[2] = {operand_word(key[n].word[2 * step], TYPE),
                                        operand_word(key[n].word[2 * step + 1], TYPE)};
-                multiply_words(s.x + 4 * n, a, b, TYPE);
+                multiply_words(products.sum[step] + 4 * n, query.word, b, TYPE);
             }
         }
     }
@@ -244,8 +250,8 @@ struct WarpState {
     __device__ __forceinline__ void online_softmax(Logits& s) {
         float rescale[2];
         Logits (&tile)[1] = reinterpret_cast<Logits (&)[1]>(s);
-        rows.update(tile, rescale);
-        if (!__any_sync(ALL_LANES, rescale[0] != 1.0f || rescale[1] != 1.0f)) return;
+        rows.update<ROW_TILES>(tile, rescale);
+        if (!__any_sync(ALL_LANES, rescale[0] != 1.0f || rescale[ROW_TILES - 1] != 1.0f)) return;
         const int t = threadIdx.x & 3;
 #pragma unroll
         for (int r = 0; r < ROW_TILES; ++r) {
@@ -294,15 +300,13 @@ struct WarpState {
                 }
 #pragma unroll
             for (int c = 0; c < VALUE_CHUNKS; ++c) {
-                Piece key[4];
+                const auto pair = [&](int k, int i) {  // an operand's word is one dim of two keys
+                    return column_pair(values.piece[c][k], values.piece[c][k + 1], i, values.scale[k], values.scale[k + 1],
+                                       TYPE);
+                };
 #pragma unroll
-                for (int k = 0; k < 4; ++k) key[k] = piece_of(values.piece[c][k], values.scale[k]);
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {  // a word holds two dims of a key, but an operand two keys of a dim
-                    const unsigned a[4] = {__byte_perm(key[0].word[i], key[1].word[i], 0x5410),
-                                           __byte_perm(key[0].word[i], key[1].word[i], 0x7632),
-                                           __byte_perm(key[2].word[i], key[3].word[i], 0x5410),
-                                           __byte_perm(key[2].word[i], key[3].word[i], 0x7632)};
+                for (int i = 0; i < 4; ++i) {
+                    const unsigned a[4] = {pair(0, 2 * i), pair(0, 2 * i + 1), pair(2, 2 * i), pair(2, 2 * i + 1)};
 #pragma unroll
                     for (int r = 0; r < ROW_TILES; ++r) multiply_rows(o[c * (PIECE / 2) + i][r], a, b[r], r, rows);
                 }
@@ -369,7 +373,7 @@ __device__ __forceinline__ void combine(const float* o, const SplitState* state,
     constexpr int PER_ROW = VALUE_DIM / VECTOR_WIDTH, GROUPS = ROWS * PER_ROW;
     constexpr int FIT = THREADS / (heads * PER_ROW), MANY = FIT < WARPS ? FIT : WARPS;
     constexpr int SLICES = far && MANY > 1 ? MANY : 1;
-    constexpr int BATCH = far && SLICES == 1 ? 16 : 8;
+    constexpr int BATCH = MIN_BLOCKS > 3 ? 4 : far && SLICES == 1 ? 16 : 8;  // by registers
     const auto row_of = [](int i) { return i % GROUPS / PER_ROW; };
     Vector own[BATCH];
     const auto load = [&](int i, int split) {

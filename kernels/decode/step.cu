@@ -31,6 +31,9 @@
 // Prelude: that of decode/cache_state.cuh, ROWS = HEADS * TOKENS, MIN_BLOCKS, ATTEND (0: there are no queries), CLUSTER,
 // TOKENS, PLANNED (0: TOKENS is 1; 1: ATTEND is), STORAGE.
 #include "decode/cache_state.cuh"
+#if PLANNED
+#include "decode/planned.cuh"
+#endif
 
 constexpr int HEADS = ROWS / TOKENS;
 
@@ -60,12 +63,17 @@ struct StepShared {
 };
 
 // The logits of a step under the mask `seen` of its 16 slots, their biases in lanes 0 to 15.
-__device__ __forceinline__ void mask_logits(Logits& s, const LogitScale& logit, unsigned seen, float score) {
+__device__ __forceinline__ void mask_logits(Logits& s, const Products& products, const LogitScale& logit, unsigned seen,
+                                            float score) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        const int key = 2 * (threadIdx.x & 3) + fragment_column(i);
+    for (int k = 0; k < 4; ++k) {
+        const int key = value_key(k);
         const float bias = log2_units(__shfl_sync(ALL_LANES, score, key));
-        s.x[i] = seen >> key & 1 ? logit(s.x[i], bias) : -infinity();
+#pragma unroll
+        for (int r = 0; r < ROW_TILES; ++r) {
+            const int i = k % 2 + 2 * r + k / 2 * 4;
+            s.x[i] = seen >> key & 1 ? logit(products[i], bias) : -infinity();
+        }
     }
 }
 
@@ -141,69 +149,20 @@ __device__ __forceinline__ void take_value(Values& values, const StepShared& sha
         }
 }
 
-#if PLANNED
-// What the tokens that a launch attends from see of a lane's slot in a step of a warp.
-struct Turns {
-    unsigned sees;    // bit t: token t sees the slot
-    unsigned begins;  // bit t: token t is not like the one before it: another key in a slot of the step, or seen otherwise
-
-    __device__ __forceinline__ unsigned seen() const { return __ballot_sync(ALL_LANES, sees != 0); }
-    __device__ __forceinline__ unsigned seen_by(int t) const { return __ballot_sync(ALL_LANES, sees >> t & 1); }
-};
-
-struct Planned {
-    const StepParams& p;
-    const StepShared& shared;
-    long long first_position;  // of the launch's first token
-    int count;                 // tokens of the call up to the launch's last
-    Change own;                // token threadIdx.x
-
-    __device__ __forceinline__ Planned(const StepParams& p, const StepShared& shared, const Head& head, int count)
-        : p(p), shared(shared), first_position(head.position + p.token), count(count) {
-        const Plan& plan = p.plans[head.batch * p.kv_heads + head.group];
-        if (threadIdx.x < count) own = plan.changes[threadIdx.x];
-    }
-
-    // Complete after the next barrier.
-    __device__ __forceinline__ void store(StepShared& shared) const {
-        if (threadIdx.x < count) shared.changes[threadIdx.x] = own;
-    }
-
-    __device__ __forceinline__ long long position(int t) const { return first_position + t; }
-
-    // The tokens of the call that change one of the 16 slots from `base` on.
-    __device__ __forceinline__ unsigned at(int base) const {
-        const int lane = threadIdx.x & 31;
-        const auto here = [&](int slot) { return static_cast<unsigned>(slot - base) < STEP; };
-        return __ballot_sync(ALL_LANES,
-                             lane < count && (here(shared.changes[lane].dropped) || here(shared.changes[lane].target)));
-    }
-
-    // Given the lane's slot of a step as it is in the state.
-    __device__ __forceinline__ Turns turns(Slot slot, int base, int end) const {
-        const bool mine = (threadIdx.x & 31) < STEP && slot.number < end;
-        unsigned sees = 0, near = 0, begins = 0;
-        int from = 0;
-        const auto until = [&](int to) {  // the tokens up to `to` find the slot as it is
-            const unsigned tokens = (1u << to) - (1u << from);
-            sees |= tokens & slot.seen_by(p, first_position);
-            near |= tokens & slot.near_to(p, first_position);
-            from = to;
-        };
-        for (unsigned left = at(base); left != 0; left &= left - 1) {
-            const int k = __ffs(left) - 1, t = max(k - p.token, 0);
-            until(t);
-            slot.apply(shared.changes[k]);
-            if (static_cast<unsigned>(shared.changes[k].target - base) < STEP) begins |= 1u << t;
-        }
-        until(count - p.token);
-        if (!mine) sees = 0;
-        near &= sees;
-        begins |= __reduce_or_sync(ALL_LANES, (sees ^ sees << 1) | (near ^ near << 1));
-        return {sees, TOKENS == 1 ? 0 : begins & ((1u << (count - p.token)) - 2)};
-    }
-};
-#endif
+// Fetches the rows of the warp's first step into L2 while earlier kernels still run.
+__device__ __forceinline__ void prefetch_first_rows(const StepParams& p) {
+    const int num_splits = CLUSTER > 1 ? CLUSTER : p.num_splits, sets = CLUSTER > 1 ? 1 : p.sets;
+    const int split = blockIdx.x % num_splits, first = split * p.split_size + threadIdx.x / 32 * STEP;
+    const int rows = min(STEP, min((split + 1) * p.split_size, p.slots) - first);
+    const long long row = static_cast<long long>(blockIdx.x / (num_splits * sets)) * p.slots + first;
+    const auto prefetch = [&](const Row* source, int dim) {
+        const int bytes = rows * dim * static_cast<int>(sizeof(Row));
+        for (int at = 128 * (threadIdx.x & 31); at < bytes; at += 32 * 128)
+            prefetch_line(reinterpret_cast<const unsigned char*>(source + row * dim) + at);
+    };
+    prefetch(p.key, HEAD_DIM);
+    prefetch(p.value, VALUE_DIM);
+}
 
 #if CLUSTER > 1
 #define CLUSTERED __cluster_dims__(CLUSTER, 1, 1)
@@ -212,6 +171,7 @@ struct Planned {
 #endif
 
 extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) decode_step(const StepParams p) {
+    if (ATTEND && !RAGGED && !SLOTS) prefetch_first_rows(p);
     wait_for_earlier_kernels();
     extern __shared__ __align__(128) unsigned char shared_memory[];
     StepShared& shared = *reinterpret_cast<StepShared*>(shared_memory);
@@ -282,8 +242,8 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) deco
             take_next_values(values);
         }
 #if PLANNED
-        const Planned planned(p, shared, head, count);
-        planned.store(shared);
+        const Planned planned(p, shared.changes, head, count);
+        planned.store(shared.changes);
         query.store(shared.split);
         token.store(shared);
         __syncthreads();  // the plan, the queries and the tokens are in place
@@ -292,40 +252,46 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) deco
         for (int base = first; base < end; base += STRIDE) {
             const Turns now = turns;
             const unsigned changes = planned.at(base);
-            Logits s;
-            if (!TOGETHER) take_next_keys(keys);
+            Slot current = slot;
+            const auto advance = [&] {
+                slot = following;
+                following = slot_at(base + 2 * STRIDE);
+                next_slot = base + STRIDE;
+                turns = planned.turns(slot, next_slot, end);
+                seen = turns.seen();
+            };
+            const bool alike = TOKENS == 1 || now.begins == 0;
+            if (TOGETHER) advance();
+            else take_next_keys(keys);
             // Tokens before `until` come into the slots of this step.
             unsigned left = changes;
             const auto take_keys = [&](int until) {
                 for (; left != 0 && __ffs(left) <= until; left &= left - 1) {
                     const int k = __ffs(left) - 1;
-                    slot.apply(shared.changes[k]);
+                    current.apply(shared.changes[k]);
                     take_key(keys, shared, k, shared.changes[k].target - base);
                 }
             };
             take_keys(p.token + 1);
-            score_keys(s, shared.split, keys);
-            const float score = slot.bias(p, planned.position(0));
-            if (TOKENS > 1 && now.begins != 0) mask_logits(s, logit, now.seen_by(0), score);
-            for (unsigned begins = TOKENS > 1 ? now.begins : 0; begins != 0; begins &= begins - 1) {
+            Products products;
+            Logits s;
+            score_keys(products, shared.split, keys);
+            const float score = current.bias(p, planned.position(0));
+            if (!alike) mask_logits(s, products, logit, now.seen_by(0), score);
+            for (unsigned begins = alike ? 0 : now.begins; begins != 0; begins &= begins - 1) {
                 const int t = __ffs(begins) - 1;
                 take_keys(p.token + t + 1);
                 Logits other;
-                score_keys(other, shared.split, keys);
-                mask_logits(other, logit, now.seen_by(t), slot.bias(p, planned.position(t)));
+                score_keys(products, shared.split, keys);
+                mask_logits(other, products, logit, now.seen_by(t), current.bias(p, planned.position(t)));
 #pragma unroll
                 for (int i = 0; i < 8; ++i)
                     if (lane / 4 + 8 * fragment_row(i) >= t * HEADS) s.x[i] = other.x[i];
             }
             if (!TOGETHER) take_next_values(values);
-            // As with one token.
-            slot = following;
-            following = slot_at(base + 2 * STRIDE);
-            next_slot = base + STRIDE;
-            turns = planned.turns(slot, base + STRIDE, end);
-            seen = turns.seen();
             if (TOGETHER) take_next_keys(keys);
-            if (TOKENS == 1 || now.begins == 0) mask_logits(s, logit, now.seen_by(0), score);
+            else advance();
+            if (alike) mask_logits(s, products, logit, now.seen_by(0), score);
             state.online_softmax(s);
             left = changes;
             const auto take_values = [&](int until) {
@@ -336,7 +302,7 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) deco
             };
             take_values(p.token + 1);
             only_seen(values, now.seen_by(0));
-            if (TOKENS == 1 || now.begins == 0) {
+            if (alike) {
                 state.add(s, values);
             } else {
                 int t = 0;
@@ -369,19 +335,25 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) deco
             const float score = slot.bias(p, change.position);
             const int taken = change.target - base;  // the key whose slot the token takes
             const bool here = taken >= 0 && taken < STEP;
+            // Which rows the next step needs is known before this step's keys have arrived. Its keys load while this step
+            // waits for its values, and its values during its QK MMA.
+            const auto advance = [&] {
+                slot = following;
+                following = slot_at(base + 2 * STRIDE);
+                next_slot = base + STRIDE;
+                seen = arrive(slot);
+            };
+            Products products;
             Logits s;
-            if (!TOGETHER) take_next_keys(keys);
+            if (TOGETHER) advance();
+            else take_next_keys(keys);
             if (here) take_key(keys, shared, 0, taken);
-            score_keys(s, shared.split, keys);
+            score_keys(products, shared.split, keys);
             if (!TOGETHER) take_next_values(values);
             if (here) take_value(values, shared, 0, taken);
-            // The next step's keys load while this step waits for its values; its values load during its QK MMA.
-            slot = following;
-            following = slot_at(base + 2 * STRIDE);
-            next_slot = base + STRIDE;
-            seen = arrive(slot);
             if (TOGETHER) take_next_keys(keys);
-            mask_logits(s, logit, now, score);
+            else advance();
+            mask_logits(s, products, logit, now, score);
             state.online_softmax(s);
             only_seen(values, now);
             state.add(s, values);

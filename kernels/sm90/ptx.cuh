@@ -113,11 +113,6 @@ __device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_g
 // Waits until these have been read from shared memory.
 __device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
-// prefetch.global.L2: fetches the line that holds this address into L2.
-__device__ __forceinline__ void prefetch_line(const void* global) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(global) : "memory");
-}
-
 // ---- barriers in shared memory ----
 // mbarrier.init: a phase ends after `count` arrivals.
 __device__ __forceinline__ void barrier_init(Barrier* barrier, int count) {

@@ -7,7 +7,7 @@ import pytest
 
 import cupy_dma as dma
 from cupy_dma.arrays import library_named, numpy_dtype
-from cupy_dma.cache.storage import LARGEST, dequantized, quantized
+from cupy_dma.cache.storage import LARGEST, dequantized, fake_quantized, quantized
 from tests.oracle.arrays import host
 from tests.oracle.cache_cases import History, stored
 from tests.unit.test_gated_cache import Gates
@@ -19,47 +19,60 @@ TYPES = ("float16", "bfloat16", "float32")
 def rows_of(dtype, rng, *shape):
     """Rows of many magnitudes; numbers within a row also differ by orders of magnitude."""
     x = rng.standard_normal(shape) * np.exp(2 * rng.standard_normal(shape))
-    return (x * np.exp(rng.standard_normal(shape[:-1]))[..., None]).astype(numpy_dtype(dtype))
+    return (x * np.exp(-3 * abs(rng.standard_normal(shape[:-1])))[..., None]).astype(numpy_dtype(dtype))
+
+
+def off(rows, storage):
+    """The most by which numbers of the rows are off, before they are rounded to their type."""
+    exact, largest = abs(rows.astype(np.float64)), LARGEST[storage]
+    most = exact.max(-1, keepdims=True)
+    if rows.dtype == np.float16:
+        most = np.maximum(most, largest * 2.0**-17)
+    bound = most / 254 + 0 * exact if storage == "int8" else np.maximum(exact / 16, most / 1024 / largest)
+    return bound * (1 if rows.dtype == np.float32 else 1 + 2.0**-8)
 
 
 @pytest.mark.parametrize("storage", STORAGE)
 @pytest.mark.parametrize("dtype", TYPES)
 def test_no_number_is_off_by_more_than_is_said(dtype, storage, rng):
     library, x = library_named("numpy"), rows_of(dtype, rng, 400, 3, 24)
-    codes, scale = quantized(library, x, storage)
+    codes, scale = quantized(library, x, storage, dtype)
     exact, wide = codes.astype(np.float64) * scale[..., None], x.astype(np.float64)
     if storage == "fp8":
         ml_dtypes = pytest.importorskip("ml_dtypes")
         exact = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale[..., None]
-    most = abs(wide).max(-1, keepdims=True)
-    bound = most / 254 if storage == "int8" else np.maximum(abs(wide) / 16, most / 458752)
+    bound, most = off(x, storage), abs(wide).max(-1)
     assert (abs(exact - wide) <= bound * (1 + 1e-4)).all()  # y is itself rounded before it becomes a code
     assert (abs(exact - wide) > 0.9 * bound).any()  # the bound is tight
-    np.testing.assert_allclose(abs(exact).max(-1), most[..., 0], rtol=1e-6)
+    large = most > (1e-2 if dtype == "float16" else 0)
+    np.testing.assert_allclose(abs(exact).max(-1)[large], most[large], rtol=1e-6 if dtype == "float32" else 2.0**-8)
     found = dequantized(library, codes, scale, dtype)
     assert found.dtype == x.dtype
     np.testing.assert_array_equal(found, (exact.astype(np.float32)).astype(x.dtype))
+    if dtype != "float32":
+        np.testing.assert_array_equal(fake_quantized(library, found, storage, dtype), found)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_fp8_has_the_codes_of_torch(dtype, rng):
     torch = pytest.importorskip("torch")
     x = rows_of(dtype, rng, 500, 24)
-    codes, scale = quantized(library_named("numpy"), x, "fp8")
+    codes, scale = quantized(library_named("numpy"), x, "fp8", dtype)
     y = np.clip(x.astype(np.float32) / scale[:, None], -LARGEST["fp8"], LARGEST["fp8"])
     np.testing.assert_array_equal(torch.from_numpy(y).to(torch.float8_e4m3fn).view(torch.uint8).numpy(), codes)
 
 
 @pytest.mark.parametrize("storage", STORAGE)
-def test_rows_of_zeros_and_rows_that_are_not_finite(storage, convert, rng):
+@pytest.mark.parametrize("dtype", TYPES)
+def test_rows_of_zeros_and_rows_that_are_not_finite(dtype, storage, convert, rng):
     x = rng.standard_normal((6, 8)).astype(np.float32)
     x[1], x[2, 3], x[3, 0], x[4, 7] = 0, np.nan, np.inf, -np.inf
     array = convert(x)
     library = library_named(convert.name.removesuffix("-cuda"))
-    codes, scale = quantized(library, array, storage)
+    codes, scale = quantized(library, array, storage, dtype)
     found = convert.back(dequantized(library, codes, scale, "float32"))
     assert np.isnan(found[2:5]).all() and not found[1].any() and np.isfinite(found[[0, 1, 5]]).all()
-    expected = quantized(library_named("numpy"), x, storage)
+    expected = quantized(library_named("numpy"), x, storage, dtype)
     for ours, theirs in zip((codes, scale), expected):
         np.testing.assert_array_equal(convert.back(ours), theirs)
 
@@ -99,16 +112,10 @@ def test_saved_states_have_scales(storage, convert):
 
 def logit_error(case, storage):
     """The maximum errors of a logit and of a value: SPEC section 18."""
-    x, largest = {name: case.data[name].astype(np.float64) for name in ("query", "key", "value")}, LARGEST[storage]
-
-    def off(rows):
-        most = abs(rows).max(-1, keepdims=True)
-        return (most / 254 + 0 * rows if storage == "int8" else np.maximum(abs(rows) / 16, most / 1024 / largest)) * (
-            1 + 2.0**-9) + abs(rows) * 2.0**-9
-
-    group = case.heads // case.kv_heads
-    key = np.repeat(off(x["key"]), group, 2)
-    return np.einsum("bihd,bjhd->bhij", abs(x["query"]), key) * case.head_dim**-0.5, off(x["value"]).max(-1)
+    query, key, value = (case.data[name] for name in ("query", "key", "value"))
+    key_off, value_off = (off(x, storage) * (1 + 2.0**-9) + abs(x.astype(np.float64)) * 2.0**-9 for x in (key, value))
+    key_off = np.repeat(key_off, case.heads // case.kv_heads, 2)
+    return np.einsum("bihd,bjhd->bhij", abs(query.astype(np.float64)), key_off) * case.head_dim**-0.5, value_off.max(-1)
 
 
 @pytest.mark.parametrize("storage", STORAGE)

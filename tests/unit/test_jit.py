@@ -180,7 +180,7 @@ def decoding() -> list[jit.Config]:
                   split.min_blocks(size, size, dtype, rows))
         found += [step.StepConfig(*common, attend, 1) for attend in (True, False)]
         found += [step.StepConfig(*common, True, 1, *rest) for rest in ((True, False), (False, True), (True, True))]
-        found += [flash_decode.FlashDecodeConfig(*common, *rest) for rest in (
+        found += [flash_decode.FlashDecodeConfig(*common[:-1], min(3, common[-1]), *rest) for rest in (
             (True, rows > 2, False, True), (False, True, rows == 4, True), (False, False, rows == 3, False))]
     for dtype, size, rows, tokens, slots in (("bfloat16", 64, 16, 8, False), ("float16", 128, 8, 4, True),
                                              ("bfloat16", 128, 16, 8, False), ("float16", 256, 8, 4, False),
@@ -196,8 +196,7 @@ def decoding() -> list[jit.Config]:
                                                (2, "bfloat16", 64, 8, 1), (1, "float16", 256, 8, 1),
                                                (2, "float32", 128, 4, 1), (2, "bfloat16", 33, 2, 2)):
         element, vector = configs.ELEMENTS[dtype], size % 8 == 0
-        common = (element, size, size, vector, rows, split.WARPS, False,
-                  split.min_blocks(size, size, dtype, rows, 1, storage))
+        common = (element, size, size, vector, rows, split.WARPS, False, split.min_blocks(size, size, dtype, rows))
         found += [step.StepConfig(*common, True, 1, planned=tokens > 1, tokens=tokens, storage=storage),
                   codes.QuantizeConfig(element, size, size, storage)]
     found += [chunk.ChunkConfig(chunk.UNITS[unit], 0) for unit in (16, 4, 2)]

@@ -7,6 +7,9 @@ inline float exp2_fast(float x) {
     return std::fabs(y) < 0x1p-126f ? 0.0f : y;
 }
 
+// lop3.b32
+inline unsigned and_or(unsigned x, unsigned mask, unsigned bits) { return (x & mask) | bits; }
+
 // ld.global.v4.u32
 inline uint4 load_16(const void* global, bool exists) {
     return exists ? *static_cast<const uint4*>(global) : uint4{0, 0, 0, 0};
@@ -17,6 +20,8 @@ inline uint2 load_8(const void* global, bool exists) {
     return exists ? *static_cast<const uint2*>(global) : uint2{0, 0};
 }
 inline unsigned load_4(const void* global, bool exists) { return exists ? *static_cast<const unsigned*>(global) : 0; }
+
+inline void prefetch_line(const void*) {}
 
 // Relative to the start of dynamic shared memory, which holds everything addressed this way.
 inline unsigned shared_address(const void* shared) {

@@ -21,3 +21,11 @@ struct __nv_bfloat162 {
     __nv_bfloat16 x, y;
 };
 inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) { return {__float2bfloat16_rn(x), __float2bfloat16_rn(y)}; }
+inline __nv_bfloat162 __hmul2(__nv_bfloat162 a, __nv_bfloat162 b) {
+    return __floats2bfloat162_rn(__bfloat162float(a.x) * __bfloat162float(b.x),
+                                 __bfloat162float(a.y) * __bfloat162float(b.y));
+}
+inline __nv_bfloat162 __hsub2(__nv_bfloat162 a, __nv_bfloat162 b) {
+    return __floats2bfloat162_rn(__bfloat162float(a.x) - __bfloat162float(b.x),
+                                 __bfloat162float(a.y) - __bfloat162float(b.y));
+}

@@ -32,3 +32,9 @@ struct __half2 {
     __half x, y;
 };
 inline __half2 __floats2half2_rn(float x, float y) { return {__float2half_rn(x), __float2half_rn(y)}; }
+inline __half2 __hmul2(__half2 a, __half2 b) {
+    return __floats2half2_rn(__half2float(a.x) * __half2float(b.x), __half2float(a.y) * __half2float(b.y));
+}
+inline __half2 __hsub2(__half2 a, __half2 b) {
+    return __floats2half2_rn(__half2float(a.x) - __half2float(b.x), __half2float(a.y) - __half2float(b.y));
+}

@@ -55,7 +55,6 @@ inline void store_matrices(unsigned row, const unsigned (&words)[4], Where w = c
 }
 
 inline uint4 load_once(const void* global) { return *static_cast<const uint4*>(global); }
-inline void prefetch_line(const void*) {}
 
 inline uint64_t* as_word(Barrier* barrier) { return reinterpret_cast<uint64_t*>(barrier); }
 

@@ -432,8 +432,8 @@ TESTS: dict[str, tuple[Any, ...]] = {  # a test of another file and its argument
     "several[speculation]": (test_several_tokens.test_speculation, test_several_tokens.CASES[1]),
     "several[launches]": (test_several_tokens.test_sequences_with_fewer_tokens, 6),
     "slots": slots(0, 1), "slots[ragged]": slots(1, 4),
-    **{f"codes[{kind}]": (test_quantized_rows.test_codes_and_scales, test_quantized_rows.CASES[0], kind)
-       for kind in ("int8", "fp8")},
+    **{f"codes[{name}{kind}]": (test_quantized_rows.test_codes_and_scales, test_quantized_rows.CASES[i], kind)
+       for i, name in ((0, ""), (2, "float32 ")) for kind in ("int8", "fp8")},
     **{f"chunks[{name}]": (test_chunks.test_bits_are_those_of_array_code, test_chunks.CASES[i], "lengths")
        for i, name in enumerate(("sinks and recent", "windows", "biases", "recent", "gates", "ragged", "closed", "int8",
                                  "fp8", "8-bit gates"))},

@@ -23,6 +23,7 @@ def drawn(case: History) -> History:
         x = case.data[name]
         x[...] = (x * np.exp(3 * rng.standard_normal(x.shape))).clip(-6e4, 6e4).astype(numpy_dtype(case.dtype))
         x[:, 3] = 0
+        x[:, 6] = x[:, 6] * x.dtype.type(1e-6)
         for token, number in ((5, np.nan), (9, np.inf), (11, -np.inf)):
             x[0, token, 0, -1] = number
     return case

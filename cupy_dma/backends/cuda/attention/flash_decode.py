@@ -115,7 +115,8 @@ def attention(build: Builder, call: AttentionCall, problem: Problem, out: Array,
     rows = length * (heads // kv_heads)
     sets = sets_of(rows, row_bytes)
     tile_rows, tiles = blocks(rows, sets), batch * kv_heads * sets
-    resident = min_blocks(head_dim, value_dim, call.query.dtype, tile_rows)
+    # With 4 there would be more splits, which take longer to combine.
+    resident = min(3, min_blocks(head_dim, value_dim, call.query.dtype, tile_rows))
     num_splits, split_size = choose_splits(tiles, slots, resident * build.num_sms)
     fields: dict[str, Any] = {
         "out": out.ref, "lse": lse.ref, "group": heads // kv_heads, "sets": sets,

@@ -74,10 +74,10 @@ def max_rows(head_dim: int, value_dim: int, dtype: str) -> int:
     return 8 if max(head_dim, value_dim) * ELEMENT_BYTES[ELEMENTS[dtype]] > ROW_BYTES else 16
 
 
-def min_blocks(head_dim: int, value_dim: int, dtype: str, rows: int, cluster: int = 1, storage: int = 0) -> int:
+def min_blocks(head_dim: int, value_dim: int, dtype: str, rows: int, cluster: int = 1) -> int:
     """Blocks per SM for which the registers must suffice, given the operands of a step. There are never more blocks in
-    clusters than SMs. Codes of rows take registers until they are operands."""
+    clusters than SMs."""
     if cluster > 1:
         return 1
     row_bytes = max(head_dim, value_dim) * ELEMENT_BYTES[ELEMENTS[dtype]]
-    return 1 if row_bytes > ROW_BYTES else 2 if rows > 8 or row_bytes > ROW_BYTES // 2 or storage else 3
+    return 1 if row_bytes > ROW_BYTES else 2 if rows > 8 or row_bytes > ROW_BYTES // 2 else 4

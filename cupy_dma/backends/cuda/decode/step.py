@@ -118,7 +118,7 @@ def step(runtime: Runtime, state: CacheState, call: ExtendCall) -> tuple[Any, An
     group, storage = heads // state.kv_heads, STORAGE[state.storage]
     if state.segments is None:
         plan = split((batch, state.kv_heads, state.rows, state.head_dim), state.value_dim, group, state.dtype,
-                     runtime.num_sms(index), runtime.hopper(index), storage)
+                     runtime.num_sms(index), runtime.hopper(index))
     else:
         plan = _split_segments(state, group, runtime.num_sms(index))
     tokens = tokens_of_launch(length, plan.rows, plan.sets, state) if query is not None else length
@@ -146,7 +146,7 @@ def step(runtime: Runtime, state: CacheState, call: ExtendCall) -> tuple[Any, An
         if query is not None or not planned:
             rows = plan.rows * (tokens if planned else 1)
             kernel = _kernel(runtime, index, plan.num_splits, *kind, rows, plan.warps, call.softcap > 0.0,
-                             min_blocks(state.head_dim, state.value_dim, state.dtype, rows, plan.cluster, storage),
+                             min_blocks(state.head_dim, state.value_dim, state.dtype, rows, plan.cluster),
                              query is not None, plan.cluster, call.bias_delay > 0 or not call.is_biased, ragged, some,
                              planned, tokens, storage)
             for token in range(0, length, tokens):
@@ -166,13 +166,13 @@ def tokens_of_launch(length: int, rows: int, sets: int, state: CacheState) -> in
 
 @functools.lru_cache(maxsize=1024)
 def split(shape: tuple[int, int, int, int], value_dim: int, group: int, dtype: str, num_sms: int,
-          clusters: bool, storage: int = 0) -> SplitPlan:
+          clusters: bool) -> SplitPlan:
     """The blocks of a step for keys ``(B, Hkv, R, D)`` and GQA groups of ``group`` query heads; in ``clusters``, if the
     GPU has them and there are few heads."""
     batch, kv_heads, slots, head_dim = shape
     rows, sets = rows_of_group(group, head_dim, value_dim, dtype)
     tiles = batch * kv_heads * sets
-    resident = num_sms * min_blocks(head_dim, value_dim, dtype, rows, 1, storage)
+    resident = num_sms * min_blocks(head_dim, value_dim, dtype, rows)
     num_splits, split_size = choose_splits(tiles, slots, resident)
     if clusters and sets == 1 and clusters_pay(tiles, slots, num_splits, split_size, num_sms):
         return SplitPlan(rows=rows, sets=sets, num_splits=CLUSTER, split_size=cluster_split_size(slots),
@@ -187,8 +187,7 @@ def _split_segments(state: CacheState, group: int, num_sms: int) -> SplitPlan:
     if found is None:
         assert state.segments is not None
         rows, sets = rows_of_group(group, state.head_dim, state.value_dim, state.dtype)
-        sizes, fitting = state.segments.sizes, min_blocks(state.head_dim, state.value_dim, state.dtype, rows, 1,
-                                                          STORAGE[state.storage])
+        sizes, fitting = state.segments.sizes, min_blocks(state.head_dim, state.value_dim, state.dtype, rows)
         size = choose_split_size(sizes, sets, num_sms * fitting)
         found = SplitPlan(rows=rows, sets=sets, num_splits=blocks(max(sizes), size), split_size=size,
                           grid=sets * sum(blocks(each, size) for each in sizes), warps=WARPS, cluster=1)
