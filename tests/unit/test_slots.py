@@ -87,6 +87,9 @@ def test_commit_appends_the_same_rows_as_extend(history, most, form, convert):
     """Rejected tokens leave no trace: the cache is bit for bit that of ``extend`` with the accepted ones."""
     rng = np.random.default_rng(1)
     cache, plain = history.cache(convert), history.cache(convert)
+    # On a GPU, probabilities are rounded to TF32, up or down: 2^-10 of a value.
+    gpu = convert.name in ("cupy", "torch-cuda")
+    near = 1e-2 if history.dtype == "float16" else 2.0**-10 * abs(history.data["value"]).max() if gpu else 1e-5
     for begin in range(0, 28, most):
         counts, tokens, before = rng.integers(0, most + 1, 3), history.tokens(begin, begin + most), stored(cache)
         arrays, how = tokens, {}
@@ -106,7 +109,7 @@ def test_commit_appends_the_same_rows_as_extend(history, most, form, convert):
         expected = host(plain.extend(*map(convert, tokens), lengths=convert(counts)))
         for b, n in enumerate(counts):
             own = out[b * most:][:n] if form == "cu_seqlens" else out[b, :n]
-            np.testing.assert_allclose(own, expected[b, :n], rtol=0, atol=1e-2 if history.dtype == "float16" else 1e-5)
+            np.testing.assert_allclose(own, expected[b, :n], rtol=0, atol=near)
         assert [x.tobytes() for x in map(np.array, map(host, cache.kept()))] == bits(plain.kept())
         if form == "lengths":
             assert stored(cache) == stored(plain)
