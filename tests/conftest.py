@@ -147,4 +147,5 @@ def convert(request):
 
     to_library.back = library.to_numpy
     to_library.name = request.param
+    to_library.gpu = request.param in ("cupy", "torch-cuda")
     return to_library

@@ -30,7 +30,7 @@ from cupy_dma.cache.state import CODES, CacheState, ExtendCall
 from cupy_dma.calls.head_dims import movable
 
 LARGEST = {"int8": 127.0, "fp8": 448.0}
-SMALLEST = 2.0**-17  # scale in float16, where lower ones would be too coarse
+SMALLEST = 2.0**-17  # the least scale in float16; lower ones would be too coarse
 _ROUND = 1.5 * 2**23  # added and subtracted: a float32 below 2**22 becomes the nearest whole number
 
 

@@ -63,20 +63,13 @@ __device__ __forceinline__ unsigned numbers_of_pair(unsigned codes, const T* typ
     return multiply_pairs(bits, format.power, type);
 }
 
-// The numbers of the four codes of a word.
+// The numbers of the four codes of a word, which are exact as float16.
 __device__ __forceinline__ void numbers_of(float (&x)[4], unsigned word) {
-    if (STORAGE == 1) {
-        const unsigned biased = word ^ 0x80808080u;  // code + 128, which becomes the low byte of 2^23
+    constexpr const __half* HALF = nullptr;
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-            x[i] = __uint_as_float(__byte_perm(biased, 0x4b000000u, 0x7540 + i)) - 8388736.0f;
-        return;
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {  // as float16, whose exponent has a bias of 15, not 7
-        const unsigned pair = __byte_perm(word, 0, i == 0 ? 0x1404 : 0x3424);
-        const unsigned halves = (pair & 0x80008000u) | (pair & 0x7f007f00u) >> 1;
-#pragma unroll
-        for (int k = 0; k < 2; ++k) x[2 * i + k] = half_of(halves, k, static_cast<const __half*>(nullptr)) * 256.0f;
+    for (int i = 0; i < 4; i += 2) {
+        const unsigned pair = numbers_of_pair(code_pair(word, i, word, i + 1), HALF);
+        x[i] = half_of(pair, 0, HALF);
+        x[i + 1] = half_of(pair, 1, HALF);
     }
 }

@@ -373,7 +373,7 @@ __device__ __forceinline__ void combine(const float* o, const SplitState* state,
     constexpr int PER_ROW = VALUE_DIM / VECTOR_WIDTH, GROUPS = ROWS * PER_ROW;
     constexpr int FIT = THREADS / (heads * PER_ROW), MANY = FIT < WARPS ? FIT : WARPS;
     constexpr int SLICES = far && MANY > 1 ? MANY : 1;
-    constexpr int BATCH = MIN_BLOCKS > 3 ? 4 : far && SLICES == 1 ? 16 : 8;  // by registers
+    constexpr int BATCH = MIN_BLOCKS > 3 ? 4 : far && SLICES == 1 ? 16 : 8;  // in flight, as registers allow
     const auto row_of = [](int i) { return i % GROUPS / PER_ROW; };
     Vector own[BATCH];
     const auto load = [&](int i, int split) {

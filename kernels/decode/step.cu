@@ -149,12 +149,11 @@ __device__ __forceinline__ void take_value(Values& values, const StepShared& sha
         }
 }
 
-// Fetches the rows of the warp's first step into L2 while earlier kernels still run.
-__device__ __forceinline__ void prefetch_first_rows(const StepParams& p) {
-    const int num_splits = CLUSTER > 1 ? CLUSTER : p.num_splits, sets = CLUSTER > 1 ? 1 : p.sets;
-    const int split = blockIdx.x % num_splits, first = split * p.split_size + threadIdx.x / 32 * STEP;
+// Fetches the rows of the warp's first step into L2.
+__device__ __forceinline__ void prefetch_first_rows(const StepParams& p, long long pair, int split) {
+    const int first = split * p.split_size + threadIdx.x / 32 * STEP;
     const int rows = min(STEP, min((split + 1) * p.split_size, p.slots) - first);
-    const long long row = static_cast<long long>(blockIdx.x / (num_splits * sets)) * p.slots + first;
+    const long long row = pair * p.slots + first;
     const auto prefetch = [&](const Row* source, int dim) {
         const int bytes = rows * dim * static_cast<int>(sizeof(Row));
         for (int at = 128 * (threadIdx.x & 31); at < bytes; at += 32 * 128)
@@ -171,13 +170,12 @@ __device__ __forceinline__ void prefetch_first_rows(const StepParams& p) {
 #endif
 
 extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) decode_step(const StepParams p) {
-    if (ATTEND && !RAGGED && !SLOTS) prefetch_first_rows(p);
-    wait_for_earlier_kernels();
     extern __shared__ __align__(128) unsigned char shared_memory[];
     StepShared& shared = *reinterpret_cast<StepShared*>(shared_memory);
     float* weights = reinterpret_cast<float*>(shared_memory + sizeof(StepShared));  // (ROWS, max(num_splits, WARPS))
     const int sets = CLUSTER > 1 ? 1 : p.sets;
 #if RAGGED
+    wait_for_earlier_kernels();
     const int set = blockIdx.x / p.num_splits, of_all = blockIdx.x % p.num_splits;
     const Segment segment = p.segments[of_all];
     const int num_splits = (segment.slots + p.split_size - 1) / p.split_size, blocks = num_splits * sets;
@@ -186,6 +184,8 @@ extern "C" CLUSTERED __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) deco
     const int num_splits = CLUSTER > 1 ? CLUSTER : p.num_splits, blocks = num_splits * sets;
     const int split = blockIdx.x % num_splits, set = blockIdx.x / num_splits % sets, pair = blockIdx.x / blocks;
     const Segment segment = {0, 0, pair, pair * num_splits};
+    if (ATTEND && !SLOTS) prefetch_first_rows(p, pair, split);
+    wait_for_earlier_kernels();
 #endif
     const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
     const Served served = RAGGED ? Served::of_cache(p, segment.pair) : Served::of_call(p, segment.pair);

@@ -41,7 +41,7 @@ def test_step_by_step(scores, sinks, recent, convert):
         outs.append(out)
         lses.append(lse)
         history.check_kept(cache, p)
-    history.check(np.concatenate(outs, 1), np.concatenate(lses, 2), tf32=convert.name in ("cupy", "torch-cuda"))
+    history.check(np.concatenate(outs, 1), np.concatenate(lses, 2), tf32=convert.gpu)
 
 
 @pytest.mark.feature("cuda numpy forward", "DynamicCache", "extend, pieces", "extend, every")
@@ -56,11 +56,11 @@ def test_step_by_step(scores, sinks, recent, convert):
     History(window=(9, 2), bias_delay=3, scores="hidden"), *EIGHT_BITS], ids=str)
 @pytest.mark.parametrize("lengths", [[1] * 40, [40], [13, 1, 1, 5, 20]], ids=["steps", "whole", "pieces"])
 def test_against_the_oracle(case, lengths, convert):
-    if case.dtype == "float64" and convert.name in ("cupy", "torch-cuda"):
+    if case.dtype == "float64" and convert.gpu:
         pytest.skip("float64 is refused on CUDA")
     cache = case.cache(convert)
     out, lse = case.run(cache, lengths, convert)
-    case.check(out, lse, tf32=convert.name in ("cupy", "torch-cuda"))
+    case.check(out, lse, tf32=convert.gpu)
     case.check_kept(cache)
 
 
@@ -78,7 +78,7 @@ def test_random_pieces(seed, convert):
         done += n
         history.check_kept(cache, done - 1)
         if n and history.scores not in ("nan", "infinite"):
-            history.check(out, lse, begin=done - n, tf32=convert.name in ("cupy", "torch-cuda"))
+            history.check(out, lse, begin=done - n, tf32=convert.gpu)
 
 
 def check_invariants(state, position):
@@ -125,7 +125,7 @@ def test_nan_values_reach_only_queries_that_see_them(lengths, convert):
     history = History(length=24, sinks=1, recent=3, window=4)
     history.data["value"][:, 9, 0, 3] = np.nan
     history.data["scores"][:, :, 9] = -9  # visible only while it is recent
-    cache, tf32 = history.cache(convert), convert.name in ("cupy", "torch-cuda")
+    cache, tf32 = history.cache(convert), convert.gpu
     out, lse = history.run(cache, lengths, convert)
     history.check(out, lse, tf32=tf32)
     assert np.isnan(out[:, 9:12]).any() and np.isfinite(out[:, 12:]).all()
@@ -172,7 +172,7 @@ def test_reorder_select_clone_save_in_the_middle(options, convert):
     moved = replace(history)
     moved.__dict__["data"] = {name: np.concatenate((y[order][:, :, :17], y[:, :, 17:]), 2) if name == "scores" else
                               np.concatenate((y[order][:, :17], y[:, 17:]), 1) for name, y in x.items()}
-    tf32 = convert.name in ("cupy", "torch-cuda")
+    tf32 = convert.gpu
 
     def goes_on(cache, expected=history):
         expected.check(*expected.run(cache, [1, 1, 6, 1, 4], convert, begin=17), begin=17, tf32=tf32)
@@ -242,7 +242,7 @@ def test_keys_may_lie_in_any_slot(shift, convert):
     history.run(other, [1] * 2, convert)
     other.load_state_dict(moved)
     history.check(*history.run(other, [1] * 10 + [5] + [1] * 10, convert, begin=5), begin=5,
-                  tf32=convert.name in ("cupy", "torch-cuda"))
+                  tf32=convert.gpu)
     history.check_kept(other)
 
 
@@ -257,7 +257,7 @@ def test_any_strides_and_score_types(convert):
         views = (convert(np.ascontiguousarray(x.swapaxes(1, 2))).swapaxes(1, 2)
                  for x in (*qkv, s.astype(np.float16)))
         outs.append(convert.back(cache.extend(*views)))
-    (ref, plain), _ = history.oracle(tf32=convert.name in ("cupy", "torch-cuda"))
+    (ref, plain), _ = history.oracle(tf32=convert.gpu)
     reference.assert_matches_reference(np.concatenate(outs, 1), ref, plain, np.float32)
 
 

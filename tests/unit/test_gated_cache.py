@@ -94,7 +94,7 @@ CASES = [Gates(), Gates(capacity=3), Gates(capacity=(1, 6), sinks=0), Gates(rece
 @pytest.mark.parametrize("lengths", [[1] * 40, [40], [13, 1, 1, 5, 20]], ids=["steps", "whole", "pieces"])
 def test_against_the_mask_written_out(case, lengths, convert):
     case = replace(case, length=40)
-    cache, tf32 = case.cache(convert), convert.name in ("cupy", "torch-cuda")
+    cache, tf32 = case.cache(convert), convert.gpu
     case.check(*case.run(cache, lengths, convert), tf32=tf32)
     case.check_kept(cache)
     case.check_replay(cache, convert, tf32)

@@ -79,7 +79,7 @@ def test_the_default_scale_is_that_of_the_keys(convert, data):
         found = dma.attention(*map(convert, (q, k, v)))
         assert tuple(found.shape) == (B, N, H, dv)
         ref = reference.attention(q, k, v)[0]
-        plain = reference.same_precision_attention(q, k, v, tf32=convert.name in ("cupy", "torch-cuda"))[0]
+        plain = reference.same_precision_attention(q, k, v, tf32=convert.gpu)[0]
         reference.assert_matches_reference(convert.back(found), ref, plain, np.float32)
 
 

@@ -32,7 +32,7 @@ def test_sequences_come_and_go(case, seed, convert):
     rooms = {"ROWS": 2, "SPARE": 1, "MULTIPLE": 1}  # makes a growing cache grow at nearly every token
     with mock.patch.multiple(gated_cache, **rooms):
         Slots(replace(case, batch=4, length=30, head_dim=4), np.random.default_rng(seed), convert,
-              convert.name in ("cupy", "torch-cuda")).run(30)
+              convert.gpu).run(30)
 
 
 @pytest.mark.feature("cuda numpy forward", "DynamicCache", "lengths, cu_seqlens")
@@ -43,7 +43,7 @@ def test_sequences_come_and_go(case, seed, convert):
 def test_sequences_of_different_lengths(options, convert):
     """Without slots."""
     calls = Slots(History(batch=3, length=60, head_dim=16, **options), np.random.default_rng(3), convert,
-                  convert.name in ("cupy", "torch-cuda"), most=12, named=False)
+                  convert.gpu, most=12, named=False)
     calls.run(16, ("all",))
 
 
@@ -88,8 +88,8 @@ def test_commit_appends_the_same_rows_as_extend(history, most, form, convert):
     rng = np.random.default_rng(1)
     cache, plain = history.cache(convert), history.cache(convert)
     # On a GPU, probabilities are rounded to TF32, up or down: 2^-10 of a value.
-    gpu = convert.name in ("cupy", "torch-cuda")
-    near = 1e-2 if history.dtype == "float16" else 2.0**-10 * abs(history.data["value"]).max() if gpu else 1e-5
+    tf32 = 2.0**-10 * abs(history.data["value"]).max()
+    near = 1e-2 if history.dtype == "float16" else tf32 if convert.gpu else 1e-5
     for begin in range(0, 28, most):
         counts, tokens, before = rng.integers(0, most + 1, 3), history.tokens(begin, begin + most), stored(cache)
         arrays, how = tokens, {}

@@ -31,7 +31,7 @@ def test_stops_match_what_queries_saw(options, lengths, convert):
         expected = np.where(last == done, NEVER, np.where(last == 0, np.arange(done), last))
         np.testing.assert_array_equal(stops, expected)
     if history.scores != "nan":
-        tf32 = convert.name in ("cupy", "torch-cuda")
+        tf32 = convert.gpu
         history.check_replay(cache, convert, tf32)
         history.check(*(np.concatenate(x, axis) for x, axis in zip(zip(*results), (1, 2))), tf32=tf32)
 
