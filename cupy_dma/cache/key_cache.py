@@ -177,7 +177,7 @@ class KeyCache(CacheBase):
     def memory_bytes(self) -> int:
         """Size of the cache's arrays in bytes."""
         arrays, segments = [getattr(self._state, name) for name in self._state.arrays], self._state.segments
-        arrays += [segments.count, segments.start] if segments else []
+        arrays += [x for x in (segments.count, segments.start, segments.order) if x is not None] if segments else []
         return self._attended.memory_bytes + sum(prod(x.shape) * numpy_dtype(x.dtype).itemsize for x in arrays) + (
             self._record.memory_bytes if self._record else 0)
 

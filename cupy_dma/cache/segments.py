@@ -32,13 +32,18 @@ def segments_of(library: Library, device: Device, sizes: tuple[int, ...], batch:
     own = sizes[:kv_heads]
     if own * batch == sizes:
         count = library.full((batch, kv_heads), 0, "int32", device)
-        for head, size in enumerate(own):  # numbers of the host, also while a graph is captured
-            count[:, head] = size
+        order = library.full((kv_heads, batch), 0, "int64", device)
+        first = library.arange(0, batch, device) * kv_heads
+        for place, head in enumerate(np.argsort([-size for size in own], kind="stable").tolist()):
+            count[:, head] = own[head]  # numbers of the host, also while a graph is captured
+            order[place] = first + head
     else:
         count = library.from_numpy(np.array(sizes, np.int32).reshape(batch, kv_heads), device)
+        order = library.from_numpy(np.argsort([-size for size in sizes], kind="stable"), device)
     end = library.cumsum(count.reshape(-1)).reshape(batch, kv_heads)
     return Segments(sizes, library.operand(count, "count"),
-                    library.operand(library.astype(end - count, "int64"), "start"))
+                    library.operand(library.astype(end - count, "int64"), "start"),
+                    library.operand(order.reshape(-1), "order"))
 
 
 def selected(state: CacheState, rows: Any) -> Segments | None:

@@ -43,6 +43,7 @@ class Segments:
     sizes: tuple[int, ...]  # count, as the host knows it: all kv heads of the first sequence, then of the next
     count: Operand  # (B, Hkv) int32
     start: Operand  # (B, Hkv) int64
+    order: Operand | None = None  # (B * Hkv,) int64: the (sequence, kv head) with the most rows first
 
 
 @dataclass(slots=True, eq=False)

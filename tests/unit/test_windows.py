@@ -131,7 +131,7 @@ def test_caches():
     key = draw(np.float32)[1]
     cache = DynamicCache(B, HKV, list(WINDOWS), D, like=key)
     assert cache.window == WINDOWS and cache.positions.shape == (B, HKV, max(WINDOWS))
-    row, pair = 2 * 4 * D + 4 + 8 + 1, 3 * 4 + 4 + 8  # bytes: of a row, and of a sequence's head; then of lengths
+    row, pair = 2 * 4 * D + 4 + 8 + 1, 3 * 4 + 4 + 2 * 8  # bytes: of a row, and of a sequence's head; then of lengths
     assert cache.memory_bytes == B * (sum(WINDOWS) * row + HKV * pair + 8)
     assert DynamicCache(B, HKV, 17, D, like=key).memory_bytes == B * (HKV * 17 * row + HKV * 3 * 4 + 8)
     assert DynamicCache(1, HKV, [3, 3], D).window == 3

@@ -4,6 +4,7 @@ Shared by attention over few queries and by the steps of the decode cache.
 """
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,15 +53,30 @@ def choose_splits(tiles: int, slots: int, resident: int) -> tuple[int, int]:
 
 
 def choose_split_size(sizes: tuple[int, ...], sets: int, resident: int) -> int:
-    """Slots per split, for tiles of unequal numbers of slots, ``sets`` of each of these ``sizes``, by the same rule.
-    Those with more slots get more splits."""
-    slots = np.array(sizes)
-    steps = blocks(int(slots.max()), WARPS * STEP)
-    first = blocks(steps, MAX_SPLITS)
-    size = WARPS * STEP * np.unique(np.geomspace(first, steps, num=100).round().astype(int))  # at most 100 candidates
-    waves = -(-sets * (-(-slots // size[:, None])).sum(1) // resident)
-    cost = waves * (BLOCK_STEPS + size // (WARPS * STEP))
-    return int(size[::-1][cost[::-1].argmin()])
+    """Slots per split, for tiles of unequal numbers of slots, ``sets`` of each of these ``sizes``, so that the last
+    block ends soonest. ``resident`` blocks run at a time, those of the largest tiles first; when one ends, the next
+    begins. Among equals the fewest splits."""
+    slots = -np.sort(-np.array(sizes))
+    steps = -(-slots // (WARPS * STEP))
+    first = blocks(int(steps[0]), MAX_SPLITS)
+    of_split = np.unique(np.geomspace(first, int(steps[0]), num=100).round().astype(int))  # at most 100 candidates
+    total = sets * (BLOCK_STEPS * -(-steps // of_split[:, None]) + steps).sum(1)
+    bound = np.maximum(total / resident, BLOCK_STEPS + of_split)
+    best = np.inf, 0
+    for i in np.lexsort((-of_split, bound)):
+        if bound[i] > best[0]:
+            break
+        best = min(best, (_last_end(steps.tolist() * sets, int(of_split[i]), resident), -int(of_split[i])))
+    return -best[1] * WARPS * STEP
+
+
+def _last_end(steps: list[int], of_split: int, resident: int) -> int:
+    """When the last block ends."""
+    ends = [0] * resident  # a heap
+    for n in steps:
+        for begin in range(0, n, of_split):
+            heapq.heapreplace(ends, ends[0] + BLOCK_STEPS + min(of_split, n - begin))
+    return max(ends)
 
 
 def rows_of_group(group: int, head_dim: int, value_dim: int, dtype: str) -> tuple[int, int]:

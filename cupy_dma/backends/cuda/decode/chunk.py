@@ -31,7 +31,7 @@ UNITS = {16: "uint4", 4: "unsigned", 2: "unsigned short", 1: "unsigned char"}  #
 
 argument_type(CacheState, without=("tickets", "workspace"))
 argument_type(ExtendCall, without=("return_lse", "out", "lse", "stored"))
-argument_type(Segments, without=("sizes",))
+argument_type(Segments, without=("sizes", "order"))
 
 
 @dataclass(frozen=True)

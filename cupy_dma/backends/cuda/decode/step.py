@@ -265,17 +265,18 @@ def _fixed(state: CacheState, plan: SplitPlan, heads: int, batch: int, tokens: i
 
 
 def _segments(state: CacheState, plan: SplitPlan, name: Any) -> Operand:
-    """For each split of all, ``struct Segment`` of what it belongs to: int32 ``(splits, 4)``, made on the device."""
+    """For each split of all, ``struct Segment`` of what it belongs to: int32 ``(splits, 4)``, made on the device. Those
+    of the longest segments come first, so that no long block is the last to run."""
     library, device, splits = state.library, state.device, plan.grid // plan.sets
-    assert state.segments is not None
+    assert state.segments is not None and state.segments.order is not None
     with library.on(device):
-        found = library.full((splits, 4), 0, "int32", device)
-        start, slots = (x.array.reshape(-1) for x in (state.segments.start, state.segments.count))
+        found, order = library.full((splits, 4), 0, "int32", device), state.segments.order.array
+        start, slots = (x.array.reshape(-1)[order] for x in (state.segments.start, state.segments.count))
         each = (slots + (plan.split_size - 1)) // plan.split_size
         end = library.cumsum(each)
-        pair = library.astype(library.search_right(end, library.arange(0, splits, device)), "int64")
-        for column, values in enumerate((start[pair], slots[pair], pair, (end - each)[pair])):
-            found[:, column] = values
+        place = library.astype(library.search_right(end, library.arange(0, splits, device)), "int64")
+        for column, values in enumerate((start, slots, order, end - each)):
+            found[:, column] = values[place]
     return library.describe(found, f"{name} segments")
 
 
