@@ -8,7 +8,6 @@ from typing import Any
 
 from benchmarks.harness.charts import Panel, colormaps
 from benchmarks.harness.pages_evidence import Row, spread, where
-from benchmarks.harness.pages_models import by_peer
 from benchmarks.harness.report import (
     NONE,
     Line,
@@ -204,20 +203,32 @@ def panels(result: dict[str, Any]) -> list[Panel]:
 
 # ---- speed ----------------------------------------------------------------------------------------------------------
 def speed_table(result: dict[str, Any]) -> str:
-    """A line per measurement. The speedup is over the fastest dense peer that is compiled if ours is."""
+    """A line per part, length, batch and way to run. The speedup of gates is over the fastest dense peer."""
+    runs: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in result["rows"]:
+        of, (peer, _, way) = row["settings"], row["settings"]["peer"].partition(", ")
+        if of["part"] != "check":
+            named = (f"{peer}, open", "") if way == "open" else (peer, way)
+            runs.setdefault((of["part"], named[1], of["length"], of["batch"]), {})[named[0]] = row
+
+    def memory(row: Row | None) -> str:
+        return mebibytes(row and row.get("cache_bytes", row.get("peak_bytes")))
+
     found = []
-    by = by_peer({"rows": [{**row["settings"], **row} for row in result["rows"]]}, "part", "length", "batch")
-    for (part, n, batch), peers in by.items():
-        for peer, row in peers.items():
-            dense = min((other["ms"] for name, other in peers.items() if name.startswith(DENSE) and other["ms"]
-                         and name.partition(", ")[2] == peer.partition(", ")[2]), default=None)
-            faster = times(ratio(dense, row["ms"])) if peer in OURS else ""
-            found.append([part, length(n), str(batch), peer, milliseconds(row["ms"]), mebibytes(row.get("peak_bytes")),
-                          mebibytes(row.get("cache_bytes")), row.get("note") or faster])
-    return markdown(["part", "tokens", "batch", "attention", "ms", "peak memory", "cache", "speedup over dense"], found)
+    for (part, way, n, batch), peers in runs.items():
+        ms = {name: row["ms"] for name, row in peers.items()}
+        dense = min((ms[name] for name in DENSE if ms.get(name)), default=None)
+        found.append([f"{part}, {way}" if way else part, length(n), str(batch),
+                      *(milliseconds(ms.get(name)) for name in PEERS), times(ratio(dense, ms.get("gates"))),
+                      memory(peers.get("gates")), memory(peers.get("sdpa"))])
+    table = markdown(["", "tokens", "batch", *PEERS, "gates over dense", "memory, gates", "memory, dense"], found)
+    commits = ", ".join(sorted({row["commit"][:7] for row in result["rows"]}))
+    return (f"{table}\n\nMilliseconds on one {result['device']}, medians, bfloat16, random weights of "
+            f"SmolLM2-135M's shape, commits {commits}. Memory: that of the cache in decoding, elsewhere the peak "
+            "beyond what was there before.")
 
 
-OURS, DENSE = ("gates", "gates, compiled", "window"), ("sdpa", "flash")
+PEERS, DENSE = ("gates", "gates, open", "window", "sdpa", "flash"), ("sdpa", "flash")
 
 REPORTS = (
     Report("retrofit", "retrofit.json", (Piece("retrofit", "docs/evidence.md", page),), text=text,
