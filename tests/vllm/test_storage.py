@@ -52,7 +52,7 @@ def test_it_fills_the_memory(name):
     assert all(begin + size <= later for (begin, size), (later, _) in zip(spans, [*spans[1:], (memory.numel(), 0)]))
     held = sum(size for _, size in spans)
     assert memory.numel() - held < 16 * PAGES * len(names)
-    assert cache.memory_bytes - held == (0 if cache._state.segments is None else 12 * PAGES * HEADS)
+    assert cache.memory_bytes - held == (0 if cache._state.segments is None else 20 * PAGES * HEADS)
     assert not cache._state.tickets.array.any()
 
 
