@@ -265,7 +265,7 @@ def sampled_batch(batch: int, seed: int) -> list[int]:
 
 
 class TokenCheck:
-    """Checks one query over a long history for each sequence; ``result()`` sums the checks up."""
+    """Checks single queries over a long history; ``result()`` sums the checks up."""
 
     def __init__(self) -> None:
         self.deviations = {"out": Deviation(), "lse": Deviation()}
@@ -287,6 +287,16 @@ class TokenCheck:
         """``positions (Hkv, R)``, in any order and -1 where there is none, must be ``kept``."""
         self.wrong_keys += sum(not torch.equal(row[row >= 0].sort().values, keys)
                                for row, keys in zip(positions, kept))
+
+    def compare_rows(self, out: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor, scores: Tensor,
+                     start: Tensor, stop: Tensor, window: int, rows: Sequence[int]) -> None:
+        """These queries of one batch entry, under the mask ``start, stop (Hkv, Lk)`` of the best ``window`` keys."""
+        for row in rows:
+            position = row + len(key) - len(query)
+            kept = best_keys(scores[:, :position + 1], window)
+            self.compare(out[row], lse[:, row], query[row], key, value, scores, kept)
+            seen = (start <= position) & (position < stop)
+            self.wrong_keys += sum(not torch.equal(keys.nonzero()[:, 0], best) for keys, best in zip(seen, kept))
 
     def result(self) -> dict[str, Any]:
         found = summary({name: d for name, d in self.deviations.items() if d.unit or d.error})

@@ -132,7 +132,7 @@ def text(result: Entry) -> str:
     for case in result.get("cases", [result]):
         lines += [f"{case['name']}: {verdict(case['check'])}"] if "check" in case else [case.get("name", "")]
         lines += [f"  {line(row)}" for row in case["rows"]]
-    return "\n".join(filter(None, [*lines, line(result.get("host_us", {}))]))
+    return "\n".join(filter(None, lines))
 
 
 # ---- charts ---------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import time
 import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -99,8 +99,6 @@ class Benchmark:
     check: Callable[[], dict[str, Any]]
     peers: Callable[[float, bool], None]
 
-    flops: ClassVar[dict[str, int]] = {}  # stage -> operations per pair and head dim; other stages have no throughput
-
     def __init__(self, case: Case):
         self.case = case
         self.rows: list[dict[str, Any]] = []
@@ -140,9 +138,6 @@ class Benchmark:
         row = {"who": who, "stage": stage, "ms": ms, "timing": how, "note": note}
         (setup or call)()  # builds what calls keep, unless the setup discards it
         row["peak_bytes"] = measure.peak_bytes(call)
-        if stage in self.flops:
-            flop = self.flops[stage] * self.case.head_dim / ms / 1e9
-            row |= {"effective_tflops": flop * self.case.causal_pairs, "needed_tflops": flop * self.case.kept_pairs}
         self.rows.append(row)
 
     def peer(self, who: str, make: Any, deadline: float, stage: str) -> None:

@@ -13,18 +13,14 @@ are without autograd.
 Peers. cudnn, flash: dense causal scaled_dot_product_attention on contiguous (B, H, N, D) tensors, timed as
 torch.autograd.grad of a retained forward pass (forward+backward, cudnn only, times both). It does more work, because it
 computes all pairs; in ``plain`` the work is equal. flex: the backward pass of compiled FlexAttention, with the interval
-mask as block mask and the bias as a score_mod that learns. Published rates of others are shown for reference; they were
-not measured in this run.
-
-Throughput: effective = dense causal operations / time; needed = operations of the kept pairs / time. 10*D per pair for
-a backward pass (five products), 14*D with the forward.
+mask as block mask and the bias as a score_mod that learns.
 
 Check: sampled queries (dq) and keys (dk, dv, dbias) of every case against float64, with at most three times the error
 of the plain same-precision computation plus one rounding (harness/check.py). Gradients of keys that no query sees are
 exactly zero, deterministic=True gives the same bits twice, and the whole chain agrees with its stages.
 """
 import functools
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -64,7 +60,6 @@ class Benchmark(suite.Benchmark):
     """All measurements of one case."""
 
     flex_stages = ("backward",)
-    flops: ClassVar = {"backward": 10, "backward+lists": 10, "backward deterministic": 10, "forward+backward": 14}
 
     def prepare(self) -> None:
         self.plain = self.case.set == "plain"
@@ -177,13 +172,5 @@ class Benchmark(suite.Benchmark):
                           deadline, "forward+backward")
 
 
-def published() -> dict[str, Any]:
-    return {"published": {
-        "what": "FlashAttention-4's dense backward, TFLOP/s at D 128, bfloat16, batch 2, 64/8 heads; not run here",
-        "source": "NVIDIA/cudnn-frontend, benchmark/attention_training/results/llama3.1/h200, 2026-09-28, an H200",
-        "N": [4096, 8192, 16384, 32768], "causal": [558, 629, 606, 610], "causal, deterministic": [478, 555, 557, 564],
-        "full": [636, 656, 621, 618]}}
-
-
-SUITE = suite.Suite("backward", __doc__, cases, Benchmark, seconds=220, extra=published)
+SUITE = suite.Suite("backward", __doc__, cases, Benchmark, seconds=220)
 add_options, run = SUITE.add_options, SUITE.run

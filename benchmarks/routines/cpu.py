@@ -29,12 +29,11 @@ import torch
 from threadpoolctl import ThreadpoolController, threadpool_info
 
 import cupy_dma as dma
-from benchmarks.harness.check import check_interval_gradients
+from benchmarks.harness.check import TokenCheck, check_interval_gradients
 from benchmarks.harness.command import at_least_1, conclude
 from benchmarks.harness.folders import output
 from benchmarks.harness.suite import Case
 from cupy_dma.backends.numpy import threads
-from cupy_dma.cli.exact_rows import check_rows
 
 REPEATS = {"small": 41, "large": 5, "smoke": 2}
 
@@ -100,18 +99,21 @@ class Benchmark:
     def check(self) -> dict[str, Any]:
         """Check sampled rows of the output and the mask, and sampled gradients, of each batch entry."""
         case, (mask, out, lse, gradients) = self.case, self.ours()
-        sampled = np.random.default_rng(case.seed).integers(0, case.query_length, 4).tolist()
+        rows = sorted({0, case.query_length - 1,
+                       *np.random.default_rng(case.seed).integers(0, case.query_length, 4).tolist()})
+        start, stop = (np.broadcast_to(x, self.scores.shape).copy() for x in (mask.start, mask.stop))
         entries = []
         for b in range(case.batch):
-            one = slice(b, b + 1)
-            start, stop = (np.broadcast_to(x, self.scores.shape)[one] for x in (mask.start, mask.stop))
-            found = check_rows(out[b], lse[b], self.query[b], self.key[b], self.value[b], self.scores[b], case.window,
-                               sorted({0, case.query_length - 1, *sampled}), start=start[0], stop=stop[0])
-            given = (self.dout, self.query, self.key, self.value, out, lse, self.scores)
+            def of_entry(*arrays: Any, b: int = b) -> list[torch.Tensor]:
+                return [torch.from_numpy(x[b:b + 1]) for x in arrays]
+
+            inputs, forward = (self.query, self.key, self.value), TokenCheck()
+            arrays = of_entry(out, lse, *inputs, self.scores, start, stop)
+            forward.compare_rows(*(x[0] for x in arrays), case.window, rows)
             backward = check_interval_gradients(
-                [torch.from_numpy(x[one]) for x in gradients], *(torch.from_numpy(x[one]) for x in given),
-                *(torch.from_numpy(x.copy()) for x in (start, stop)), seed=case.seed)
-            entries.append({"forward": asdict(found), "backward": backward, "ok": found.ok and backward["ok"]})
+                of_entry(*gradients), *of_entry(self.dout, *inputs, out, lse, self.scores, start, stop), seed=case.seed)
+            found = forward.result()
+            entries.append({"forward": found, "backward": backward, "ok": found["ok"] and backward["ok"]})
         return {"ok": all(entry["ok"] for entry in entries), "entries": entries}
 
 

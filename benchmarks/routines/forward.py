@@ -15,45 +15,25 @@ Peers. cudnn, flash: dense causal scaled_dot_product_attention (more work: all p
 the dense additive mask; masked+build: including the time to build the mask by topk. flex: compiled FlexAttention with
 the same interval mask as block mask (not timed) and the bias as score_mod.
 
-Throughput: effective = dense causal operations / time; needed = operations of the kept pairs / time (4*D per pair).
-
 Check: rows of every case (first, last, random) are compared with a float64 computation of the definition under the rule
 "at most twice the error of the plain same-precision computation plus one rounding of the output"; the mask must equal
 the exact selection in those rows.
 """
 import functools
 import time
-from dataclasses import asdict
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 
 import cupy_dma as dma
 from benchmarks.harness import measure, peers, suite
-from benchmarks.harness.suite import Case, cases
-from cupy_dma.arrays import library_named, numpy_dtype
-from cupy_dma.cli.exact_rows import check_rows
-
-
-class OnDevice:
-    """A torch tensor whose slices are NumPy arrays, so that the row check copies only what it reads."""
-
-    def __init__(self, tensor: Any):
-        self.tensor, self.shape = tensor, tuple(tensor.shape)
-        self.dtype = numpy_dtype(str(tensor.dtype).removeprefix("torch."))
-        self._library = library_named("torch")
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, tuple):
-            index = tuple(torch.from_numpy(i).to(self.tensor.device) if isinstance(i, np.ndarray) else i for i in index)
-        return self._library.to_numpy(self.tensor[index])
+from benchmarks.harness.check import TokenCheck
+from benchmarks.harness.suite import cases
 
 
 class Benchmark(suite.Benchmark):
     """All measurements of one case."""
-
-    flops: ClassVar = {"attention": 4, "lists+attention": 4, "total": 4}
 
     def ours(self) -> None:
         case, q, k, v = self.case, self.query, self.key, self.value
@@ -78,20 +58,18 @@ class Benchmark(suite.Benchmark):
                           "timing": "difference", "note": ""})
 
     def check(self) -> dict[str, Any]:
-        """Check sampled rows against float64; see cupy_dma/cli/exact_rows.py."""
+        """Check sampled rows against float64."""
         case = self.case
         out, lse = dma.attention(self.query, self.key, self.value, mask=self.mask, bias=self.scores, return_lse=True)
         n = case.query_length
         drawn = np.random.default_rng(case.seed).integers(0, n, 3 if case.key_length > 2**18 else 8).tolist()
-        rows = sorted({0, n // 2, n - 1, *drawn})
-        start, stop = (x[0].cpu().numpy() for x in self.intervals())
-        found = check_rows(OnDevice(out[0]), OnDevice(lse[0]), OnDevice(self.query[0]), OnDevice(self.key[0]),
-                           OnDevice(self.value[0]), self.scores[0].cpu().numpy(), case.window, rows, start=start,
-                           stop=stop)
+        check, arrays = TokenCheck(), (out, lse, self.query, self.key, self.value, self.scores, *self.intervals())
+        check.compare_rows(*(x[0] for x in arrays), case.window, sorted({0, n // 2, n - 1, *drawn}))
         total = dma.dynamic_mask_attention(self.query, self.key, self.value, dt_proj=self.dt_proj, A=self.A,
                                            window=case.window, keys=case.keys)
         same = bool((total == out).all())
-        return {**asdict(found), "total_equals_stages": same, "ok": found.ok and same}
+        found = check.result()
+        return {**found, "total_equals_stages": same, "ok": found["ok"] and same}
 
     def peers(self, deadline: float, flex: bool) -> None:
         case, q, k, v = self.case, self.query, self.key, self.value
@@ -120,20 +98,5 @@ class Benchmark(suite.Benchmark):
             one("masked+build", lambda: peers.masked(q, k, v, build))
 
 
-def host_times() -> dict[str, float]:
-    """Host microseconds per call at N = 1024, H2/1, D64: the prepared call and the whole chain."""
-    bench = Benchmark(Case("host", 2, 1, 64, 1024, 1024, 256))
-    scores = dma.key_scores(bench.value, bench.dt_proj, bench.A)
-    mask = dma.IntervalMask.top_w(scores, window=256)
-    q, k, v = bench.query, bench.key, bench.value
-    calls: dict[str, Any] = {
-        "attention, mask and lists prepared": lambda: dma.attention(q, k, v, mask=mask, bias=scores),
-        "from scores: selection, lists, attention": lambda: dma.dynamic_mask_attention(q, k, v, scores, window=256),
-        "from values: scores, selection, lists, attention":
-            lambda: dma.dynamic_mask_attention(q, k, v, dt_proj=bench.dt_proj, A=bench.A, window=256)}
-    return {name: measure.host_us(call, 100 if measure.on_gpu() else 2) for name, call in calls.items()}
-
-
-SUITE = suite.Suite("forward", __doc__, cases, Benchmark, seconds=240,
-                     extra=lambda: {"host_us": host_times()})
+SUITE = suite.Suite("forward", __doc__, cases, Benchmark, seconds=240)
 add_options, run = SUITE.add_options, SUITE.run

@@ -19,7 +19,7 @@ and "gates 1/8". Allowed: causal pairs over kept pairs, the highest speedup poss
 Check: sampled gradients, from the forward's output and lse, against float64; see harness/check.py.
 """
 import functools
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,7 +66,6 @@ def h2o_stops(heads: int, length: int, budget: int) -> Any:
 class Benchmark(backward.Benchmark):
     """All measurements of one case."""
 
-    flops: ClassVar = {}
     flex_stages = ("backward", "forward+backward")
 
     def prepare(self) -> None:

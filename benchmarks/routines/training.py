@@ -19,11 +19,10 @@ model and optimizer. Share of attention: 1 - t(none) / t(peer), in the same mode
 
 Check: all losses are finite, and each is at most ``NEAR`` nats from the median of the rows, in any mode, that compute
 the same attention; dma and flex do. The table shows no numbers of a failed row, and the run fails unless that row is
-flex's. ``--add`` keeps recorded rows that this run does not measure, if device, versions and commit are the same.
+flex's.
 """
 import argparse
 import itertools
-import json
 import math
 import statistics
 import time
@@ -35,7 +34,6 @@ from tqdm import tqdm
 from benchmarks.harness import decoder, measure
 from benchmarks.harness.command import Refused, at_least_1, conclude, listed, why_not, write_record
 from benchmarks.harness.decoder import Sizes
-from benchmarks.harness.folders import output
 from benchmarks.harness.report import line
 
 LENGTHS = (2048, 8192, 32768, 131072)
@@ -74,13 +72,13 @@ def row_of(sizes: Sizes, peer: str, mode: str, *rest: Any) -> dict[str, Any]:
     return {"ms": None, "note": note}
 
 
-def check(rows: list[dict[str, Any]], known: list[dict[str, Any]]) -> bool:
-    """Mark rows whose losses differ from the ``known`` rows of the same model and length. Returns whether all rows but
-    flex's are right."""
+def check(rows: list[dict[str, Any]]) -> bool:
+    """Mark rows whose losses differ from other rows of the same model and length. Returns whether all rows but flex's
+    are right."""
     for row in rows:
         if row["ms"] is None:
             continue
-        same = [other["losses"] for other in known if other["ms"] is not None and like(other) == like(row)]
+        same = [other["losses"] for other in rows if other["ms"] is not None and like(other) == like(row)]
         for loss, *others in zip(row["losses"], *same):
             row["ok"] = abs(loss - statistics.median([x for x in others if math.isfinite(x)] or [loss])) <= NEAR
             if not row["ok"]:
@@ -103,37 +101,11 @@ def add_shares(rows: list[dict[str, Any]]) -> None:
             row["attention_share"] = 1 - without / row["ms"]
 
 
-def key(row: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(row[name] for name in ("model", "length", "batch", "mode", "peer"))
-
-
-def recorded(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Recorded rows to which this run adds its own: those of the same device, versions and commit."""
-    path = output(args.out) / "training.json"
-    if not (args.add and path.exists()):
-        return []
-    result, here = json.loads(path.read_text()), measure.machine()
-    here["commit"] = args.commit or here["commit"]
-    for name in ("device", "versions", "commit"):
-        if result[name] != here[name]:
-            raise SystemExit(f"--add: {path} has the {name} {result[name]}, and this is {here[name]}")
-    return result["rows"]
-
-
-def joined(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Old rows that were not measured again, then new ones, ordered by model, length, mode and peer."""
-    fresh = {key(row) for row in new}
-    rows = [row for row in old if key(row) not in fresh] + new
-    return sorted(rows, key=lambda row: (row["model"] != "80m", row["model"], row["length"], MODES.index(row["mode"]),
-                                         PEERS.index(row["peer"])))
-
-
 def run(args: argparse.Namespace) -> int:
     wrong = [n for n in args.lengths if n < 128 or n % 128]
     if wrong:
         raise Refused(f"--lengths must be multiples of 128, got {wrong[0]}")
     at_least_1(args, "steps", "tokens")
-    before = recorded(args)
     deadline, ok = time.monotonic() + args.seconds, True
     rows: list[dict[str, Any]] = []
     for name, length in (bar := tqdm(list(itertools.product(args.models, args.lengths)), unit="case", disable=None)):
@@ -146,11 +118,11 @@ def run(args: argparse.Namespace) -> int:
                                                                              args.steps, args.device)
             group.append({"model": name, "length": length, "batch": batch, "peer": peer, "mode": mode, **found})
             tqdm.write(line(group[-1]))
-        ok &= check(group, joined(before, group))
+        ok &= check(group)
         add_shares(group)
         rows += group
-        write_record("training.partial.json", args, __doc__, rows=joined(before, rows))
-    return conclude("training", args, __doc__, ok, rows=joined(before, rows))
+        write_record("training.partial.json", args, __doc__, rows=rows)
+    return conclude("training", args, __doc__, ok, rows=rows)
 
 
 def add_options(options: argparse.ArgumentParser) -> None:
@@ -162,4 +134,3 @@ def add_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--tokens", type=int, default=65536, help="at least this many tokens a step")
     options.add_argument("--seconds", type=float, default=3600, help="start nothing after this time")
     options.add_argument("--device", default="cuda")
-    options.add_argument("--add", action="store_true", help="keep recorded rows that this run does not measure")

@@ -194,6 +194,11 @@ def test_token_check(dtype, window):
     assert right(out, lse)
     assert not any(right(x, lse) for x in wrong(out)) and not any(right(out, x) for x in wrong(lse))
     if window is not None:
+        for shown, ok in ((mask, True), (IntervalMask.top_w(scores, window=window + 1), False)):
+            found = check.TokenCheck()
+            found.compare_rows(out[0], lse[0], q[0], k[0], v[0], scores[0], *(x.expand(1, 2, 200)[0] for x in (
+                shown.start, shown.stop)), window, [0])
+            assert found.result()["ok"] is ok
         cache = dma.DynamicCache(1, 2, window, 16, dtype=q.dtype, like=q)
         cache.update(k, v, scores)
         positions = cache.positions[0]

@@ -158,7 +158,6 @@ def check_tables(result, name, folder, row, words):
 
 def test_forward(smoke, tmp_path):
     result = smoke("forward")
-    assert "host_us" in result
     for case in result["cases"]:
         for stage in ("key_scores", "selection", "lists", "attention", "lists+attention", "total"):
             assert value(case, "cupy_dma", stage) is not None
@@ -172,7 +171,7 @@ def test_backward(smoke, tmp_path):
     for case in result["cases"]:
         stages = ["backward", "backward deterministic", "forward+backward"]
         for stage in stages + ["backward+lists"] * (case["set"] != "plain"):
-            assert value(case, "cupy_dma", stage, "effective_tflops") > 0
+            assert value(case, "cupy_dma", stage) > 0
         for stage in ("backward", "forward+backward"):
             assert value(case, "dense", stage) is not None
     assert result["cases"][0]["check"]["unseen_keys"] > 0
@@ -396,20 +395,6 @@ def test_training_of_every_peer_in_every_mode(tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("without_a_compiler")
-def test_training_rows_are_added(tmp_path):
-    """Rows that are measured again are replaced, and shares come from one run."""
-    first = run("training", tmp_path, *TINY, "--modes", "eager", "--peers", "none,sdpa")["rows"]
-    rows = run("training", tmp_path, *TINY, "--modes", "eager,checkpoint", "--peers", "none,dma", "--add")["rows"]
-    assert [(row["mode"], row["peer"]) for row in rows] == [
-        ("eager", "none"), ("eager", "dma"), ("eager", "sdpa"), ("checkpoint", "none"), ("checkpoint", "dma")]
-    assert rows[2] == first[1] and rows[0] != first[0]
-    path = tmp_path / "training.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "device": "another"}))
-    with pytest.raises(SystemExit, match=r"--add: .* has the device another"):
-        main(["training", *TINY, "--out", str(tmp_path), "--commit", "abc", "--add"])
-
-
-@pytest.mark.usefixtures("without_a_compiler")
 def test_training_that_cannot_run_is_a_row(tmp_path, monkeypatch):
     """Out of memory, another error, or no time left: such rows have a note, and the other rows are recorded."""
     class Failing(torch.nn.Module):
@@ -450,13 +435,6 @@ def test_a_wrong_loss_is_noticed(tmp_path, monkeypatch):
     row = next(row for row in run("training", tmp_path / "ok", *TINY, "--modes", "eager")["rows"]
                if row["peer"] == "flex")
     assert not row["ok"] and row["note"].startswith("wrong loss nan")
-    for peer in ("none", "dma", "sdpa"):  # beside the recorded rows
-        monkeypatch.setattr(training, "trained", spoiled(peer, 0.1))
-        arguments = ["training", *TINY, "--modes", "checkpoint", "--peers", peer, "--out", str(tmp_path / "ok"),
-                     "--commit", "abc", "--add"]
-        assert main(arguments) == 1
-        monkeypatch.setattr(training, "trained", real)
-        assert main(arguments) == 0
 
 
 @pytest.mark.usefixtures("without_a_compiler")
