@@ -93,7 +93,8 @@ def train(task: Task, how: Attention, source: text.Text, device: str, compile: b
             lives.append({"step": step, "lives": lives_of(models, shown, device)})
 
     look(0)
-    for step in clock.steps(task.steps, measure.synchronize):
+    for step in range(task.steps):
+        clock.check()
         length = task.at(step)
         drawn = [text.pieces(training, length + 1, max(1, task.tokens // length), generator)
                  for generator in generators]

@@ -151,7 +151,7 @@ def speedup(case: Entry) -> float | None:
 
 
 def goals(result: Entry) -> list[Entry]:
-    """The goals: name, measured value (None: not measured), limit, and whether it is a minimum or a maximum."""
+    """The goals: name, measured value (None: not measured), limit, and whether it is a minimum."""
     def us(members: list[Entry], stage: str, field: str = "ms") -> Iterator[float | None]:
         return (None if (x := value(case, OURS, stage, field)) is None else 1e3 * x for case in members)
 
@@ -180,8 +180,7 @@ def goals(result: Entry) -> list[Entry]:
              (part / history_bytes(case) for case in long if (part := of_step(case, "kept_bytes"))), 1 / 64, "",
              False)):
         worst = (min if least else max)((x for x in numbers if x is not None), default=None)
-        ok = None if worst is None else worst >= limit if least else worst <= limit
-        found.append({"name": name, "found": worst, "limit": limit, "unit": unit, "least": least, "ok": ok})
+        found.append({"name": name, "found": worst, "limit": limit, "unit": unit, "least": least})
     return found
 
 
@@ -223,17 +222,6 @@ def decode_table(result: Entry) -> str:
              f"checked against float64 in the same run. All numbers and the method: {WHERE}")
     return "\n\n".join([original.of(of_set(result, "original")), serving.of(of_set(result, "serving")),
                         wanted.of(goals(result)), words])
-
-
-def with_goals(found: Callable[[Entry], list[Entry]], word: Callable[[Entry], str], result: Entry) -> str:
-    """The text of a run, followed by its goals and whether they were met."""
-    return "\n".join([text(result), *(f"{goal['name']:<88} {word(goal)}" for goal in found(result))])
-
-
-def decode_goal(goal: Entry) -> str:
-    reached = {None: "", True: "reached", False: "NOT REACHED"}[goal["ok"]]
-    bound = "at least" if goal["least"] else "at most"
-    return f"{goal_number(goal, goal['found']):>9} of {bound} {goal_number(goal, goal['limit'])}  {reached}"
 
 
 DECODE_CURVES: Curves = (
@@ -388,17 +376,15 @@ def grid_text(result: Entry) -> str:
 # ---- all ------------------------------------------------------------------------------------------------------------
 def of_suite(name: str, table: Callable[[Entry], str], title: str = "", **more: Any) -> Report:
     return Report(name, f"{name}_performance.json", (Piece(name, "docs/performance.md", table),),
+                  text=lambda result: f"{text(result)}\n\n{table(result)}",
                   title=lambda result: f"{title}, bfloat16, {result['device']}", **more)
 
 
 REPORTS = {report.name: report for report in (
     of_suite("forward", FORWARD, "Forward pass", panels=partial(by_shape, FORWARD_CURVES)),
     of_suite("backward", BACKWARD, "Backward pass", panels=partial(by_shape, BACKWARD_CURVES)),
-    of_suite("decode", decode_table, "One query at the end of a history", panels=by_history,
-             text=partial(with_goals, goals, decode_goal)),
-    of_suite("dense", dense_table, "Dense masks, dense biases and varlen", panels=bars,
-             text=partial(with_goals, ratios,
-                          lambda goal: f"{number(goal['ratio'], '{:.2f}'):>7} of {goal['limit']:.2f}")),
+    of_suite("decode", decode_table, "One query at the end of a history", panels=by_history),
+    of_suite("dense", dense_table, "Dense masks, dense biases and varlen", panels=bars),
     of_suite("intervals", intervals_table), of_suite("portable", portable_table),
     Report("grid", "grid.json", text=grid_text), Report("tune_sm90", "hopper_tiles.json"),
     Report("tune_sm90_backward", "hopper_backward.json"),

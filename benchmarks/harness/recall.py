@@ -58,10 +58,3 @@ class Recall:
         text = tokens(2, self.length)
         text.scatter_(1, place, keys).scatter_(1, place + 1, values).scatter_(1, asked, keys)
         return Batch(text, asked, values, place + 1)
-
-
-def oracle(batch: Batch) -> Tensor:
-    """Answers read from the tokens: what follows the first occurrence of each question's token."""
-    question = batch.tokens.gather(2, batch.asked)
-    same = batch.tokens[..., None, :] == question[..., None]  # (M, B, pairs, N)
-    return batch.tokens.gather(2, same.int().argmax(-1) + 1)

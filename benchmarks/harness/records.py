@@ -2,7 +2,7 @@
 
 ``settings`` identify a row: all that its numbers depend on apart from the machine. The row also holds the results, the
 device, the commit, the date and the seconds. The file is written after every run, so an interruption loses one run at
-most; a ``Clock`` ends a run that would not finish in time. Several processes may share a file, each with its own GPU
+most; a ``Clock`` ends a run when the time is up. Several processes may share a file, each with its own GPU
 and its ``--share`` of the runs.
 """
 from __future__ import annotations
@@ -52,21 +52,6 @@ class Clock:
     def check(self) -> None:
         if self.late:
             raise OutOfTime
-
-    def steps(self, count: int, wait: Callable[[], Any], every: int = 20) -> Iterator[int]:
-        """0 to ``count - 1``; raises OutOfTime if the time is up, or will be at the pace of the steps so far (without
-        the first ``every``). ``wait`` waits for the device."""
-        began = 0.0
-        for i in range(count):
-            if i % every == 0 or self.late:
-                wait()
-                now = time.monotonic()
-                if i == every:
-                    began = now
-                pace = (now - began) / (i - every) if i > every else 0.0
-                if now + pace * (count - i) >= self._end:
-                    raise OutOfTime
-            yield i
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """The benchmarks mqar, language_model and needle on the CPU in a tiny size, and the modules that they use."""
 import argparse
-import dataclasses
 import json
 
 import pytest
@@ -9,10 +8,10 @@ torch = pytest.importorskip("torch")
 
 import cupy_dma as dma  # noqa: E402
 from benchmarks.__main__ import main  # noqa: E402
-from benchmarks.harness import language, pages_evidence, records, small_models, text  # noqa: E402
+from benchmarks.harness import language, records, small_models, text  # noqa: E402
 from benchmarks.harness.pages import REPORTS  # noqa: E402
 from benchmarks.harness.pages_evidence import spread  # noqa: E402
-from benchmarks.harness.recall import Recall, oracle  # noqa: E402
+from benchmarks.harness.recall import Recall  # noqa: E402
 from benchmarks.harness.small_models import SCORED, Adam, Attention, Models, Sizes, scored  # noqa: E402
 from benchmarks.routines import mqar, needle  # noqa: E402
 
@@ -34,7 +33,6 @@ def test_answers_follow_their_keys():
     recall = Recall(length=64, pairs=16, names=40)
     batch = recall.batch(8, [torch.Generator().manual_seed(seed) for seed in (0, 1)])
     assert batch.tokens.shape == (2, 8, 64) and batch.answers.shape == batch.asked.shape == (2, 8, 16)
-    assert torch.equal(oracle(batch), batch.answers)
     question, before = batch.tokens.gather(2, batch.asked), batch.tokens.gather(2, batch.told - 1)
     assert torch.equal(question, before) and torch.equal(batch.tokens.gather(2, batch.told), batch.answers)
     assert (question < 40).all() and ((batch.answers >= 40) & (batch.answers < 80)).all()
@@ -193,92 +191,34 @@ def test_needle_takes_the_models_that_are_there(tmp_path, monkeypatch):
     assert started("needle", tmp_path, "--part", "text", *models) == 0
 
 
-def test_rows_are_written_one_run_after_the_other(tmp_path, monkeypatch):
-    """Rows completed before time ran out, or before an error, are in the file."""
-    real, calls = mqar.train, []
+def test_rows_are_written_one_run_after_the_other(tmp_path):
+    """Rows that were complete before time ran out are in the file, and rows that another process has added stay."""
+    args, done = argparse.Namespace(out=str(tmp_path), commit="abc"), []
 
-    def train(*arguments):
-        calls.append(arguments)
-        if len(calls) == 2:
-            raise records.OutOfTime
-        return real(*arguments)
+    def run(name, late=False):
+        def make(clock):
+            done.append(name)
+            if late:
+                raise records.OutOfTime
+            return [{"settings": {"name": name}, "found": len(done)}]
 
-    monkeypatch.setattr(mqar, "train", train)
-    assert started("mqar", tmp_path, "--part", "lengths", "--kind", "full") == 3
-    assert len(rows_of(tmp_path, "mqar")) == 12 and len(calls) == 2
-    assert started("mqar", tmp_path, "--part", "lengths", "--kind", "full") == 0
-    assert len(rows_of(tmp_path, "mqar")) == 36 and len(calls) == 2 + 2
+        return records.Run(name, [{"name": name}], make)
 
-
-def test_processes_share_a_file(tmp_path):
-    """Each trains its share, and keeps rows that another has written meanwhile."""
-    args = argparse.Namespace(out=str(tmp_path), commit="abc")
-    late = records.Record("mqar", args, None)  # read the file before the rows below
-    for share, count in (("1/2", 24), ("2/2", 36)):
-        assert started("mqar", tmp_path, "--part", "lengths", "--kind", "full", "--share", share) == 0
-        assert len(rows_of(tmp_path, "mqar")) == count
-    late.add([{"settings": {"a": 1}, "found": 2}])
-    assert len(rows_of(tmp_path, "mqar")) == 37
-    other = records.Record("mqar", args, None)
-    late.add([{"settings": {"a": 1}, "found": 3}])
-    other.add([{"settings": {"b": 1}, "found": 4}])
-    assert [row["found"] for row in rows_of(tmp_path, "mqar")[-2:]] == [3, 4]
-
-
-def test_a_run_that_would_take_too_long_is_not_begun_in_vain(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(records.time, "monotonic", lambda: now[0])
-
-    def done(seconds, count=100):
-        clock, steps = records.Clock(seconds), 0
-        try:
-            for steps in clock.steps(count, lambda: None, every=5):  # noqa: B007
-                now[0] += 1
-        except records.OutOfTime:
-            return steps + 1, "late"
-        return steps + 1, "done"
-
-    assert done(1000) == (100, "done") and done(100.5) == (100, "done")
-    assert done(50) == (10, "late") and done(2) == (2, "late")  # the pace is known after ten steps
+    first, second = (records.Record("mqar", args, None) for _ in range(2))
+    assert records.train_all(first, [run("a"), run("b", late=True), run("c")], 60) == 3 and done == ["a", "b"]
+    assert records.train_all(second, [run("d")], 60) == 0
+    assert records.train_all(records.Record("mqar", args, None), [run("a"), run("b"), run("c")], 60) == 0
+    assert [row["settings"]["name"] for row in rows_of(tmp_path, "mqar")] == done[:1] + ["d", "b", "c"]
+    first.add([{"settings": {"name": "d"}, "found": 9}])
+    assert [row["found"] for row in rows_of(tmp_path, "mqar")] == [1, 9, 4, 5]
     with pytest.raises(records.OutOfTime):
         records.Clock(-1).check()
 
 
-def test_scores_are_frozen_after_half_the_steps(monkeypatch):
-    seen = []
-    real = Adam.step
-
-    def step(self, factor):
-        seen.append([x.grad is not None for _, x in self.models.score_parameters()])
-        real(self, factor)
-
-    monkeypatch.setattr(Adam, "step", step)
-    task = dataclasses.replace(mqar.TINY, frozen=True)
-    rows = mqar.train(task, Attention("dynamic", 4), 10.0, "cpu", False, records.Clock(60))
-    assert [all(one) for one in seen] == [True, True, False, False] and not any(seen[3])
-    assert all(row["settings"]["frozen"] for row in rows)
-    assert "then frozen" in pages_evidence.recall_table({"rows": rows})
-
-
-def test_models_that_learned_are_counted_over_runs(tmp_path, monkeypatch):
-    """Includes models of earlier runs with tasks and settings of the newest run, each run at its best rate."""
-    def rows(task, how, best, rate=1e-3):
-        found = [one for one in mqar.settings(task, how, 10.0) if one["rate"] == rate]
-        assert len(found) == len(best) == 3
-        return [{"settings": one, "curve": [0.5, x], "kept": [], "steps": 200} for one, x in zip(found, best)]
-
-    task, longer, how = mqar.TINY, dataclasses.replace(mqar.TINY, length=128), Attention("dynamic", mqar.TINY.pairs)
-    new = rows(task, how, (0.96, 0.95, 0.3)) + rows(task, Attention("full"), (1.0, 1.0, 1.0))
-    new += rows(longer, how, (0.2, 0.2, 0.2)) + rows(longer, how, (0.1, 0.1, 0.99), rate=2e-3)
-    new += rows(longer, Attention("full"), (1.0, 0.0, 1.0))
-    one = rows(task, how, (0, 0, 0))[0]["settings"]
-    name, first = pages_evidence.name_of(one), pages_evidence.task_of(one)
-    earlier = {name: {first: [1, 2], "another task": [3, 3]}, "another kind": {first: [3, 3]}}
-    (tmp_path / "mqar_earlier.json").write_text(json.dumps({"models": earlier}))
-    monkeypatch.setattr(pages_evidence, "EVIDENCE", tmp_path)
-    head, _, *lines = pages_evidence.often({"rows": new}).split("\n")
-    assert "95 %" in head and head.count(" pairs in ") == 2
-    assert [line.split(" | ")[1:] for line in lines] == [["3 of 3", "2 of 3 |"], ["3 of 5", "1 of 3 |"]]
+def test_each_process_takes_its_share(tmp_path):
+    for share, count in (("1/2", 24), ("2/2", 36)):
+        assert started("mqar", tmp_path, "--part", "lengths", "--kind", "full", "--share", share) == 0
+        assert len(rows_of(tmp_path, "mqar")) == count
 
 
 def test_sequences_grow():
