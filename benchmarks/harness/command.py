@@ -73,8 +73,18 @@ def finished(name: str, path: Path, ok: bool = True) -> int:
     return 0 if ok else 1
 
 
+def attempted(call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What a peer's call gives, or a note why it cannot run, which is a result too. Releases memory afterwards."""
+    try:
+        found = call()
+    except Exception as error:
+        found = {"ms": None, "note": why_not(error)}
+    measure.free_memory()
+    return found
+
+
 def why_not(error: Exception) -> str:
-    """The note for a peer that cannot run; its row is a result too."""
+    """The note for a peer that cannot run."""
     words = f"{type(error).__name__}: {error}"
     if "out of memory" in words.lower() or "OutOfMemory" in words:
         return "out of memory"

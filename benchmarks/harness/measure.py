@@ -34,6 +34,7 @@ import torch
 
 from cupy_dma.torch.capture import uncollected
 
+Call = Callable[[], Any]
 ROOT = Path(__file__).resolve().parents[2]
 BUDGET_MS = 60.0  # per measurement
 FLUSH_BYTES = 256 * 2**20
@@ -69,9 +70,7 @@ def gpu_ms(call: Callable[[], Any], setup: Callable[[], Any] | None = None) -> t
         samples = []
         for _ in range(3):
             setup()
-            started = time.perf_counter()
-            call()
-            samples.append(1e3 * (time.perf_counter() - started))
+            samples.append(wall_ms(call))
         return statistics.median(samples), "cpu clock"
 
     run, how = captured(call, setup)
@@ -168,6 +167,21 @@ def host_us(call: Callable[[], Any], calls: int = 100, rounds: int = 20) -> floa
         found.append(1e6 * (time.perf_counter() - started) / calls)
     synchronize()
     return min(found)
+
+
+def by_turns(calls: dict[str, Call], turns: int, time_of: Callable[[Call], float]) -> dict[str, list[float]]:
+    """``time_of`` each call in each turn."""
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(turns):
+        for name, call in calls.items():
+            found[name].append(time_of(call))
+    return found
+
+
+def wall_ms(call: Call) -> float:
+    started = time.perf_counter()
+    call()
+    return 1e3 * (time.perf_counter() - started)
 
 
 def step_times(step: Callable[[], Any], steps: int, device: str) -> list[float]:

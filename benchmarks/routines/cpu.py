@@ -18,7 +18,6 @@ times.
 import argparse
 import os
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -29,6 +28,7 @@ import torch
 from threadpoolctl import ThreadpoolController, threadpool_info
 
 import cupy_dma as dma
+from benchmarks.harness import measure
 from benchmarks.harness.check import TokenCheck, check_interval_gradients
 from benchmarks.harness.command import at_least_1, conclude
 from benchmarks.harness.folders import output
@@ -42,18 +42,6 @@ def cases(which: str) -> list[Case]:
     found = [Case("small", 4, 2, 32, 256, 256, window, batch=8) for window in (64, 256)]
     found += [Case("large", 4, 2, 32, 16384, 16384, 512), Case("smoke", 4, 2, 16, 70, 70, 20, batch=2)]
     return [case for case in found if case.set == which or which == "all" and case.set != "smoke"]
-
-
-def by_turns(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
-    """Milliseconds of each call in each turn, without the first turn."""
-    ms: dict[str, list[float]] = {who: [] for who in calls}
-    for turn in range(repeats + 1):
-        for who, call in calls.items():
-            started = time.perf_counter()
-            call()
-            if turn:
-                ms[who].append(1e3 * (time.perf_counter() - started))
-    return ms
 
 
 class Benchmark:
@@ -91,10 +79,11 @@ class Benchmark:
         return call
 
     def rows(self, repeats: int) -> list[dict[str, Any]]:
-        ms = {**by_turns({"cupy_dma": self.ours, "sdpa": self.sdpa()}, repeats),
-              **by_turns({"all BLAS threads": self.unlimited}, repeats)}
+        ms = {who: times for calls in ({"cupy_dma": self.ours, "sdpa": self.sdpa()},
+                                       {"all BLAS threads": self.unlimited})
+              for who, times in measure.by_turns(calls, 1 + repeats, measure.wall_ms).items()}
         return [{"who": who, "stage": "forward+backward", "ms": statistics.median(found), "fastest_ms": min(found),
-                 "repeats": repeats} for who, found in ms.items()]
+                 "repeats": repeats} for who, (_, *found) in ms.items()]
 
     def check(self) -> dict[str, Any]:
         """Check sampled rows of the output and the mask, and sampled gradients, of each batch entry."""

@@ -108,12 +108,6 @@ def check(found: dict[str, Callable[[], Any]]) -> None:
             assert bool(x.isfinite().all()) and bool((x != 0).any()), name
 
 
-def by_turns(found: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Microseconds per call in the fastest round."""
-    turns = [{name: measure.host_us(call, CALLS, rounds=1) for name, call in found.items()} for _ in range(rounds)]
-    return {name: min(turn[name] for turn in turns) for name in found}
-
-
 def on_gpu(call: Callable[[], Any]) -> dict[str, Any]:
     """Launches and GPU microseconds of one call, kernel by kernel."""
     if not measure.on_gpu():
@@ -130,7 +124,8 @@ def run(args: argparse.Namespace) -> int:
         torch.backends.cuda.enable_math_sdp(False)
     found = calls("cuda" if measure.on_gpu() else "cpu")
     check(found)
-    times = by_turns(found, ROUNDS)
+    times = {name: min(turns) for name, turns in measure.by_turns(
+        found, ROUNDS, lambda call: measure.host_us(call, CALLS, rounds=1)).items()}
     rows = [{"name": name, "host_us": spent, "times_sdpa": spent / times[f"SDPA, {name.rpartition(', ')[2]}"],
              **on_gpu(found[name])} for name, spent in times.items()]
     return conclude("host", args, __doc__, rows=rows)

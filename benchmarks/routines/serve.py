@@ -26,6 +26,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.harness import measure
-from benchmarks.harness.command import Refused, at_least_1, conclude, listed, why_not
+from benchmarks.harness.command import Refused, at_least_1, attempted, conclude, listed
 
 CHECKED, POINTS = 3, 200  # points of a line of the chart
 OURS = ("cupy_dma", "full")
@@ -196,14 +197,10 @@ def theirs(args: argparse.Namespace, peer: str, work: list[Text]) -> dict[str, A
 
 
 def row_of(args: argparse.Namespace, peer: str, work: list[Text]) -> dict[str, Any]:
-    try:
-        row = {"note": "", **(ours if peer in OURS else theirs)(args, peer, work)}
-        if row["ended"] < row["wanted"]:
-            row["note"] = f"{row['ended']} of {row['wanted']} requests"
-    except Exception as error:  # a peer that cannot run is a result too
-        row = {"ms": None, "note": why_not(error)}
-    measure.free_memory()
-    return {"peer": peer, **row}
+    row = {"peer": peer, "note": "", **attempted(partial(ours if peer in OURS else theirs, args, peer, work))}
+    if row["ms"] and row["ended"] < row["wanted"]:
+        row["note"] = f"{row['ended']} of {row['wanted']} requests"
+    return row
 
 
 def run(args: argparse.Namespace) -> int:

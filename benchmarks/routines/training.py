@@ -26,13 +26,14 @@ import itertools
 import math
 import statistics
 import time
+from functools import partial
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from benchmarks.harness import decoder, measure
-from benchmarks.harness.command import Refused, at_least_1, conclude, listed, why_not, write_record
+from benchmarks.harness.command import Refused, at_least_1, attempted, conclude, listed, write_record
 from benchmarks.harness.decoder import Sizes
 from benchmarks.harness.report import line
 
@@ -59,17 +60,6 @@ def trained(sizes: Sizes, peer: str, mode: str, batch: int, length: int, steps: 
                 "peak_bytes": found["peak_bytes"] or None,
                 "losses": [loss.item() for loss in losses], "note": note,
                 "parameters": sum(x.numel() for x in model.parameters())}
-
-
-def row_of(sizes: Sizes, peer: str, mode: str, *rest: Any) -> dict[str, Any]:
-    """The row of one peer, or why there is none."""
-    torch.compiler.reset()
-    measure.free_memory()
-    try:
-        return trained(sizes, peer, mode, *rest)
-    except Exception as error:  # a peer that cannot run is a result too
-        note = why_not(error)  # releases what the frames of the error hold
-    return {"ms": None, "note": note}
 
 
 def check(rows: list[dict[str, Any]]) -> bool:
@@ -113,9 +103,10 @@ def run(args: argparse.Namespace) -> int:
         group = []
         for mode, peer in itertools.product(args.modes, args.peers):
             bar.set_postfix_str(f"{name} {length} {mode} {peer}")
-            late = time.monotonic() > deadline
-            found = {"ms": None, "note": "no time left"} if late else row_of(sizes, peer, mode, batch, length,
-                                                                             args.steps, args.device)
+            found = {"ms": None, "note": "no time left"}
+            if time.monotonic() <= deadline:
+                torch.compiler.reset()
+                found = attempted(partial(trained, sizes, peer, mode, batch, length, args.steps, args.device))
             group.append({"model": name, "length": length, "batch": batch, "peer": peer, "mode": mode, **found})
             tqdm.write(line(group[-1]))
         ok &= check(group)

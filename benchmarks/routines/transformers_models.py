@@ -18,13 +18,14 @@ on the GPUs tried its hidden states differ from eager's with the same weights, a
 """
 import argparse
 import copy
+from functools import partial
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from benchmarks.harness import generation, measure
-from benchmarks.harness.command import Refused, at_least_1, conclude, listed, why_not, write_record
+from benchmarks.harness import generation
+from benchmarks.harness.command import Refused, at_least_1, attempted, conclude, listed, write_record
 from benchmarks.harness.report import line
 
 CHECKED = 256
@@ -95,15 +96,6 @@ class Doge:
         return generation.decode(self.model, cache, latest, peer == "cupy_dma graph", repeats)
 
 
-def row_of(doge: Doge, part: str, peer: str, length: int, repeats: int) -> dict[str, Any]:
-    try:
-        found = getattr(doge, part)(peer, length, repeats)
-    except Exception as error:  # a peer that cannot run is a result too
-        found = {"ms": None, "note": why_not(error)}
-    measure.free_memory()
-    return {"part": part, "length": length, "peer": peer, **found}
-
-
 def check(rows: list[dict[str, Any]]) -> bool:
     """Whether the rows of one part and length are right; each says so."""
     by = {row["peer"]: row for row in rows if row["ms"] is not None}
@@ -131,7 +123,8 @@ def run(args: argparse.Namespace) -> int:
         for length in args.lengths or LENGTHS[part]:
             peers = args.peers if part != "decode" else ["cupy_dma", *(["cupy_dma graph"] if device == "cuda" else []),
                                                          *(p for p in args.peers if p == "sdpa")]
-            group = [row_of(doge, part, peer, length, args.repeats) for peer in peers]
+            group = [{"part": part, "length": length, "peer": peer,
+                      **attempted(partial(getattr(doge, part), peer, length, args.repeats))} for peer in peers]
             for row in group:
                 tqdm.write(line(row))
             ok &= check(group)
