@@ -1,12 +1,23 @@
-"""The wheel, for tests that inspect or install it."""
+"""The wheel, for tests that inspect or install it, and packages that are missing."""
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.project.pages import ROOT, said_by
+
+
+@pytest.fixture
+def without(monkeypatch):
+    """Make it look as if packages were not installed."""
+    def hide(*packages: str) -> None:
+        for name in [name for name in sys.modules if name.partition(".")[0] in packages]:
+            monkeypatch.delitem(sys.modules, name)
+        for package in packages:
+            monkeypatch.setitem(sys.modules, package, None)
+
+    return hide
 
 
 @pytest.fixture(scope="session")
@@ -19,8 +30,6 @@ def wheel(tmp_path_factory) -> Path:
         shutil.copytree(ROOT / name, folder / "tree" / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "setup.cfg", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder / "tree")
-    done = subprocess.run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-index", "--no-deps",
-                           "--no-build-isolation", "--wheel-dir", str(folder), str(folder / "tree")],
-                          capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    said_by(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-index", "--no-deps", "--no-build-isolation",
+            "--wheel-dir", folder, folder / "tree")
     return next(folder.glob("*.whl"))

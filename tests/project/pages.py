@@ -1,9 +1,20 @@
-"""The Python blocks of the pages in docs/, run as a reader would."""
+"""The Python blocks of the pages in docs/, run as a reader would, and commands."""
+import os
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+
+
+def said_by(*command: Any, cwd: Path = ROOT, **environment: str) -> str:
+    """The output of a command, which must end well."""
+    done = subprocess.run([str(part) for part in command], cwd=cwd, env={**os.environ, **environment},
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
 
 
 def run_page(name: str, *, gpu: bool) -> dict[str, Any]:

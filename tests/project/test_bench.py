@@ -1,6 +1,5 @@
 """``python -m cupy_dma bench`` on the CPU: its table, its check, and its messages if something is missing."""
 import re
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -34,11 +33,8 @@ def test_bench(folder, capsys, arguments):
     assert (folder / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_torch_and_matplotlib(folder, capsys, monkeypatch):
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("torch", "matplotlib")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "torch", None)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+def test_without_torch_and_matplotlib(folder, capsys, without):
+    without("torch", "matplotlib")
     assert cli.main(SMALL) == 0
     said = capsys.readouterr().out
     assert "no torch that reaches it, so no SDPA" in said and re.search(r"backward +\S+ +- +-\n", said)
@@ -85,18 +81,6 @@ def test_calls_are_timed_between_events_on_a_gpu():
     ms = bench.milliseconds(lambda: recorded.append("call"), 0.0, device)
     assert recorded == ["call", "ready", *["record", "call", "record", "wait"] * 3]
     assert ms == np.median([6, 10, 14])
-
-
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["--heads", "3", "--kv-heads", "2"], "--heads must be a multiple of --kv-heads, got 3 and 2"),
-    (["--head-dim", "300"], "argument --head-dim: must be from 1 to 256, got 300"),
-    (["--seconds", "0"], "argument --seconds: must be at least 1, got 0"),
-    (["--output", "x.txt"], "--output x.txt: its name must end in one of")])
-def test_misuse(capsys, arguments, message):
-    pytest.importorskip("matplotlib")
-    assert cli.main([*SMALL, *arguments]) == 2
-    said = capsys.readouterr().err
-    assert message in said and said.count("\n") == 1
 
 
 @pytest.mark.gpu

@@ -16,14 +16,6 @@ from cupy_dma.cli import devices
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture
-def without_cupy(monkeypatch):
-    """As if CuPy were not installed."""
-    for name in [name for name in sys.modules if name == "cupy" or name.startswith("cupy.")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "cupy", None)
-
-
 def one_line(capsys) -> str:
     """The text on stderr, in one line."""
     said = capsys.readouterr().err
@@ -41,14 +33,16 @@ def test_info_says_why_a_backend_cannot_run(capsys):
     assert any(name.startswith("backend cuda") for name in lines)
 
 
-def test_info_without_cupy(capsys, without_cupy):
+def test_info_without_cupy(capsys, without):
+    without("cupy")
     assert cli.main(["info"]) == 0
     shown = capsys.readouterr().out
     assert "cupy_dma[cuda12]" in shown
     assert "Traceback" not in shown
 
 
-def test_warmup_without_cupy_says_what_to_install(capsys, without_cupy):
+def test_warmup_without_cupy_says_what_to_install(capsys, without):
+    without("cupy")
     assert cli.main(["warmup"]) == 2
     assert "cupy_dma[cuda12]" in capsys.readouterr().err
 
@@ -111,15 +105,33 @@ def test_version(capsys, option):
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (["--arch", "sm_80", "--head-dim", "300"], "argument --head-dim: must be from 1 to 256, got 300"),
-    (["--arch", "sm_80", "--head-dim", "64", "0"], "argument --head-dim: must be from 1 to 256, got 0"),
-    (["--arch", "sm_80", "--head-dim", "x"], "argument --head-dim: must be a whole number from 1 to 256, got 'x'"),
-    (["--arch", "sm_80", "--group", "-1"], "argument --group: must be at least 1, got -1"),
-    (["--arch", "sm_80", "--dtype", "float64"], "argument --dtype: invalid choice: 'float64' (choose from"),
-    (["--arch"], "argument --arch: expected one argument"),
-    (["--jobs", "4"], "unrecognized arguments: --jobs 4")])
-def test_misuse_of_warmup(capsys, arguments, message):
-    assert cli.main(["warmup", *arguments]) == 2
+    ("warmup --arch sm_80 --head-dim 300", "argument --head-dim: must be from 1 to 256, got 300"),
+    ("warmup --arch sm_80 --head-dim 64 0", "argument --head-dim: must be from 1 to 256, got 0"),
+    ("warmup --arch sm_80 --head-dim x", "argument --head-dim: must be a whole number from 1 to 256, got 'x'"),
+    ("warmup --arch sm_80 --group -1", "argument --group: must be at least 1, got -1"),
+    ("warmup --arch sm_80 --dtype float64", "argument --dtype: invalid choice: 'float64' (choose from"),
+    ("warmup --arch", "argument --arch: expected one argument"),
+    ("warmup --jobs 4", "unrecognized arguments: --jobs 4"),
+    ("bench --heads 3 --kv-heads 2", "--heads must be a multiple of --kv-heads, got 3 and 2"),
+    ("bench --head-dim 300", "argument --head-dim: must be from 1 to 256, got 300"),
+    ("bench --seconds 0", "argument --seconds: must be at least 1, got 0"),
+    ("bench --output x.txt", "--output x.txt: its name must end in one of"),
+    ("demo --window 0", "argument --window: must be at least 1, got 0"),
+    ("demo --length -5", "argument --length: must be at least 1, got -5"),
+    ("demo --seed -1", "argument --seed: must be at least 0, got -1"),
+    ("demo --heads 3 --kv-heads 2", "--heads must be a multiple of --kv-heads, got 3 and 2"),
+    ("demo --head-dim 257", "argument --head-dim: must be from 1 to 256, got 257"),
+    ("demo --file /no/such/file", "/no/such/file"), ("demo --file /", "'/'"), ("demo --file /dev/null", "is empty"),
+    ("demo --output /no/such/folder/mask.png", "--output /no/such/folder/mask.png: there is no folder /no/such/folder"),
+    ("demo --output mask.gif.txt", "--output mask.gif.txt: its name must end in one of ."),
+    ("demo --output mask", "--output mask: its name must end in one of .")])
+def test_misuse(capsys, tmp_path, monkeypatch, arguments, message):
+    if "--output" in arguments:
+        pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    command, *options = arguments.split()
+    backend = [] if command == "warmup" else ["--backend", "numpy"]
+    assert cli.main([command, *backend, *options]) == 2
     assert message in one_line(capsys)
 
 

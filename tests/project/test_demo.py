@@ -1,6 +1,5 @@
 """The demo: its text, its embedding, its exit codes, and that its check can fail."""
 import re
-import sys
 
 import numpy as np
 import pytest
@@ -43,29 +42,6 @@ def test_file_shorter_than_the_length(tmp_path, capsys):
     assert "256 bytes of" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["--window", "0"], "argument --window: must be at least 1, got 0"),
-    (["--length", "-5"], "argument --length: must be at least 1, got -5"),
-    (["--seed", "-1"], "argument --seed: must be at least 0, got -1"),
-    (["--heads", "3", "--kv-heads", "2"], "--heads must be a multiple of --kv-heads, got 3 and 2"),
-    (["--head-dim", "257"], "argument --head-dim: must be from 1 to 256, got 257"),
-    (["--file", "/no/such/file"], "/no/such/file"), (["--file", "/"], "'/'"),
-    (["--output", "/no/such/folder/mask.png"], "--output /no/such/folder/mask.png: there is no folder /no/such/folder"),
-    (["--output", "mask.gif.txt"], "--output mask.gif.txt: its name must end in one of ."),
-    (["--output", "mask"], "--output mask: its name must end in one of .")])
-def test_bad_arguments_say_what_is_wrong(tmp_path, capsys, arguments, message):
-    pytest.importorskip("matplotlib")
-    assert run(tmp_path, *arguments) == 2
-    said = capsys.readouterr().err
-    assert message in said and said.count("\n") == 1
-
-
-def test_empty_file(tmp_path, capsys):
-    (tmp_path / "empty").touch()
-    assert run(tmp_path, "--file", str(tmp_path / "empty")) == 2
-    assert "is empty" in capsys.readouterr().err
-
-
 def test_wrong_result_fails_the_check(tmp_path, capsys, monkeypatch):
     import cupy_dma
 
@@ -81,10 +57,8 @@ def test_wrong_result_fails_the_check(tmp_path, capsys, monkeypatch):
     assert "check       FAILED" in capsys.readouterr().out
 
 
-def test_without_matplotlib(tmp_path, capsys, monkeypatch):
-    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+def test_without_matplotlib(tmp_path, capsys, monkeypatch, without):
+    without("matplotlib")
     monkeypatch.chdir(tmp_path)
     assert cli.main(["demo", "--backend", "numpy", "--length", "64", "--window", "8"]) == 0
     assert "pip install matplotlib" in capsys.readouterr().out

@@ -3,7 +3,6 @@ import math
 import re
 from collections import Counter
 from importlib import import_module
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,6 +10,7 @@ import pytest
 
 import cupy_dma as dma
 from tests.oracle import reference
+from tests.project.pages import ROOT
 
 SMALL = ["--device", "cpu", "--layers", "2", "--width", "64", "--window", "16", "--free", "60"]
 
@@ -199,16 +199,14 @@ def test_comparison(train, tmp_path, capsys):
     assert runs[1]["losses"][0] == runs[2]["losses"][0]  # the same text and parameters
 
 
-@pytest.mark.parametrize(("option", "value", "message"), [
-    ("steps", "0", "--steps must be at least 1, got 0"), ("temperature", "0", "--temperature must be above 0"),
-    ("save", "0", "--save must be at least 1, got 0"), ("prompt", "", "--prompt must not be empty")])
-def test_bad_options_of_training(train, capsys, option, value, message):
-    with pytest.raises(SystemExit):
-        train.main([f"--{option}", value])
-    assert message in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(("script", "options", "message"), [
+    ("generate", ["--tokens", "0"], "--tokens must be at least 1, got 0"),
+    ("generate", ["--free", "0"], "--free must be at least 1, got 0"),
+    ("generate", ["--forced", "0"], "--forced must be at least 1, got 0"),
+    ("train", ["--steps", "0"], "--steps must be at least 1, got 0"),
+    ("train", ["--save", "0"], "--save must be at least 1, got 0"),
+    ("train", ["--temperature", "0"], "--temperature must be above 0"),
+    ("train", ["--prompt", ""], "--prompt must not be empty"),
     ("train", ["--text", "no/such/file"], "--text no/such/file: No such file or directory"),
     ("train", ["--device", "cuda:99"], "--device must be cpu, cuda or cuda:N of this machine, got cuda:99: "),
     ("train", ["--output", "no/such/model"], "--output must be a file in a folder that exists, got no/such/model"),
@@ -217,29 +215,12 @@ def test_bad_options_of_training(train, capsys, option, value, message):
     ("compare", ["--text", "no/such/file"], "--text no/such/file: No such file or directory"),
     ("compare", ["--device", "gpu"], "--device must be cpu, cuda or cuda:N of this machine, got gpu: "),
     ("compare", ["--seeds", "1,x"], "argument --seeds: must be whole numbers, such as 0,1,2, got '1,x'")])
-def test_bad_paths_and_devices(train, capsys, monkeypatch, script, options, message):
-    monkeypatch.chdir(Path(__file__).parents[2])
+def test_bad_options(own_path, torch, capsys, monkeypatch, script, options, message):
+    monkeypatch.chdir(ROOT)
+    module = import_module(f"examples.{script}")
     with pytest.raises(SystemExit):
-        import_module(f"examples.{script}").parsed(options)
+        getattr(module, "parsed", module.main)(options)
     assert message in capsys.readouterr().err
-
-
-def test_help_of_the_comparison_has_its_own_defaults(train, capsys):
-    from examples import compare
-
-    with pytest.raises(SystemExit):
-        compare.parsed(["--help"])
-    shown = " ".join(capsys.readouterr().out.split())
-    for name, usual in (("steps", 1000), ("length", 4096), ("width", 256), ("rate", 0.002), ("output", "compare.json")):
-        assert re.search(rf"--{name} \S+ [^-]*\(default: {usual}\)", shown), name
-    assert "On a CPU" in shown
-
-
-@pytest.mark.parametrize("name", ["tokens", "free", "forced"])
-def test_bad_numbers(generate, capsys, name):
-    with pytest.raises(SystemExit):
-        generate.run(f"--{name}", "0")
-    assert f"--{name} must be at least 1, got 0" in capsys.readouterr().err
 
 
 @pytest.mark.gpu

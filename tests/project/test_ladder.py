@@ -1,15 +1,14 @@
 """examples/ladder: each step gives the results of the previous step and of the library, and no check is vacuous."""
 import importlib
-import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 import cupy_dma as dma
+from tests.project.pages import ROOT, said_by
 
-LADDER = Path(__file__).resolve().parents[2] / "examples" / "ladder"
+LADDER = ROOT / "examples" / "ladder"
 STEPS = ["step0_dense", "step1_masked_loop", "step2_intervals", "step3_gathered_tiles", "step4_kernel"]
 
 
@@ -40,12 +39,10 @@ def test_every_step_is_the_library(name, n, w, d):
 @pytest.mark.parametrize("name", STEPS)
 def test_every_step_runs_as_a_script(name):
     step(name)
-    done = subprocess.run([sys.executable, LADDER / f"{name}.py", "--length", "100", "--window", "16", "--head-dim",
-                           "8"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert ("the same" in done.stdout) == (name != "step0_dense") and "NOT" not in done.stdout
+    said = said_by(sys.executable, LADDER / f"{name}.py", "--length", "100", "--window", "16", "--head-dim", "8")
+    assert ("the same" in said) == (name != "step0_dense") and "NOT" not in said
     if name == "step4_kernel":
-        assert "The library's forward" in done.stdout and "tensor cores" in done.stdout
+        assert "The library's forward" in said and "tensor cores" in said
 
 
 def test_a_wrong_step_is_noticed(capsys, monkeypatch):

@@ -1,8 +1,6 @@
 """Contents of the wheel, and that the CUDA sources are found in a wheel, an editable install and the tree."""
 import configparser
 import importlib.metadata
-import importlib.util
-import os
 import re
 import shutil
 import subprocess
@@ -12,16 +10,14 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.project.pages import ROOT, said_by
+
 SOURCES = sorted(path.relative_to(ROOT / "kernels").as_posix() for path in (ROOT / "kernels").rglob("*.cu*"))
 WHERE = "from cupy_dma.backends.cuda.runtime.jit import kernels_directory; print(kernels_directory())"
 
 
 def python(code: str, cwd: Path, path: str = "") -> str:
-    environment = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run([sys.executable, "-c", code], cwd=cwd, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return said_by(sys.executable, "-c", code, cwd=cwd, PYTHONPATH=path).strip()
 
 
 def test_wheel_is_pure_and_complete(wheel):

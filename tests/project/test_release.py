@@ -11,17 +11,10 @@ from pathlib import Path
 import pytest
 
 import cupy_dma
+from tests.project.pages import ROOT, said_by
 
-ROOT = Path(__file__).resolve().parents[2]
 USE = ("import numpy as np, cupy_dma as dma; x = np.ones((1, 8, 2, 4)); "
        "print(dma.attention(x, x, x, mask=dma.IntervalMask.top_w(np.zeros((1, 2, 8)), 3)).shape, dma.__file__)")
-
-
-def run(*command, cwd=ROOT, **environment) -> str:
-    done = subprocess.run([str(part) for part in command], cwd=cwd, env={**os.environ, **environment},
-                          capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
 
 
 def test_versions_and_citation_agree():
@@ -64,7 +57,7 @@ def test_types_of_a_strict_user(tmp_path, file, needs):
 def test_the_file_of_a_strict_user_runs(file, needs):
     for package in needs:
         pytest.importorskip(package)
-    assert "(1, 32, 4, 8)" in run(sys.executable, ROOT / "tests" / "project" / file, PYTHONPATH=str(ROOT))
+    assert "(1, 32, 4, 8)" in said_by(sys.executable, ROOT / "tests" / "project" / file, PYTHONPATH=str(ROOT))
 
 
 @pytest.fixture(scope="session")
@@ -72,7 +65,7 @@ def built(tmp_path_factory) -> Path:
     """The folder of sdist and wheel, built and checked by the usual tools."""
     folder = tmp_path_factory.mktemp("release")
     tools = folder / "tools"
-    run(sys.executable, "-m", "venv", tools)
+    said_by(sys.executable, "-m", "venv", tools)
     python = tools / "bin" / "python"
     done = subprocess.run([python, "-m", "pip", "install", "--quiet", "build", "twine"], capture_output=True, text=True)
     if done.returncode:
@@ -80,9 +73,9 @@ def built(tmp_path_factory) -> Path:
     tree = folder / "tree"
     shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".*", "*.egg-info", "build", "dist", "site",
                                                               "__pycache__"))
-    said = run(python, "-m", "build", "--outdir", folder / "dist", tree)
+    said = said_by(python, "-m", "build", "--outdir", folder / "dist", tree)
     assert "Successfully built" in said and "would be ignored" not in said
-    assert run(python, "-m", "twine", "check", "--strict", *(folder / "dist").iterdir()).count("PASSED") == 2
+    assert said_by(python, "-m", "twine", "check", "--strict", *(folder / "dist").iterdir()).count("PASSED") == 2
     return folder / "dist"
 
 
@@ -90,12 +83,12 @@ def built(tmp_path_factory) -> Path:
 @pytest.mark.skipif(sys.platform == "win32", reason="paths of environments are written for POSIX")
 @pytest.mark.parametrize("kind", ["*.whl", "*.tar.gz"])
 def test_a_clean_environment_takes_it(built, tmp_path, kind):
-    run(sys.executable, "-m", "venv", tmp_path / "clean")
+    said_by(sys.executable, "-m", "venv", tmp_path / "clean")
     python = tmp_path / "clean" / "bin" / "python"
-    run(python, "-m", "pip", "install", "--quiet", next(built.glob(kind)))
-    shape, _, place = run(python, "-c", USE, cwd=tmp_path).strip().rpartition(" ")
+    said_by(python, "-m", "pip", "install", "--quiet", next(built.glob(kind)))
+    shape, _, place = said_by(python, "-c", USE, cwd=tmp_path).strip().rpartition(" ")
     assert shape == "(1, 8, 2, 4)" and Path(place).is_relative_to(tmp_path / "clean")
-    assert "backend numpy" in run(python, "-m", "cupy_dma", "info", cwd=tmp_path)
+    assert "backend numpy" in said_by(python, "-m", "cupy_dma", "info", cwd=tmp_path)
     assert f"cupy_dma-{cupy_dma.__version__}" in next(built.glob(kind)).name
 
 
