@@ -140,14 +140,17 @@ class Benchmark:
         row["peak_bytes"] = measure.peak_bytes(call)
         self.rows.append(row)
 
-    def peer(self, who: str, make: Any, deadline: float, stage: str) -> None:
-        """Record the call, or the call and note, that ``make()`` returns; if it cannot run, record why."""
+    def peer(self, who: str, make: Any, deadline: float, stage: str, check: Any = None) -> None:
+        """Record the call, or the call and note, that ``make()`` returns; if it cannot run, record why. The verdict of
+        ``check`` on its result goes to the note and never fails the run."""
         if time.monotonic() > deadline:
             self.failed(who, stage, "no time left")
             return
         try:
             made = make()
             call, note = made if isinstance(made, tuple) else (made, "")
+            if check is not None:
+                note = with_verdict(note, check(call()))
             self.record(who, stage, call, note=note)
         except Exception as error:
             self.failed(who, stage, why_not(error))

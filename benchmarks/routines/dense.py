@@ -83,15 +83,6 @@ class Benchmark(suite.Checked):
         """Check a peer's output (1, H, Lq, D)."""
         return check_forward(problem, out[0].transpose(0, 1), None, self.sampled())
 
-    def checked_peer(self, who: str, stage: str, make: Any, deadline: float, check: Any) -> None:
-        """Measure a peer and check its result; the verdict goes to its note and never fails the run."""
-        def checked() -> tuple[Any, str]:
-            made = make()
-            call, note = made if isinstance(made, tuple) else (made, "")
-            return call, suite.with_verdict(note, check(call()))
-
-        self.peer(who, checked, deadline, stage)
-
     def peers(self, deadline: float, flex: bool) -> None:
         """No peers; subclasses may add some."""
 
@@ -121,10 +112,10 @@ class Random(Benchmark):
         inputs, compiled = (self.query, self.key, self.value), measure.on_gpu()
 
         def forward(who: str, make: Any) -> None:
-            self.checked_peer(who, "forward", make, deadline, functools.partial(self.check_output, self.checked))
+            self.peer(who, make, deadline, "forward", functools.partial(self.check_output, self.checked))
 
         def backward(who: str, make: Any) -> None:
-            self.checked_peer(who, "backward", make, deadline, self.check_gradients)
+            self.peer(who, make, deadline, "backward", self.check_gradients)
 
         blocks = functools.cache(lambda: peers.block_mask(self.mask, compiled))
         self.peer("flex", lambda: functools.partial(peers.block_mask, self.mask, compiled), deadline,
@@ -208,10 +199,8 @@ class Plain(Benchmark):
     def peers(self, deadline: float, flex: bool) -> None:
         for who, backend in peers.backends("cudnn", "flash", elsewhere="sdpa").items():
             for causal, words in ((False, "all keys"), (True, "causal")):
-                self.checked_peer(
-                    who, f"forward {words}",
-                    functools.partial(peers.dense, backend, self.query, self.key, self.value, causal), deadline,
-                    functools.partial(self.check_output, self.plain_problem(causal)))
+                make = functools.partial(peers.dense, backend, self.query, self.key, self.value, causal)
+                self.peer(who, make, deadline, f"forward {words}", functools.partial(self.check_output, self.plain_problem(causal)))
 
 
 SEQUENCES, SHORTEST, LONGEST = 64, 100, 8000

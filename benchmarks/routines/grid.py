@@ -9,7 +9,7 @@ Goal: where dense attention takes more than 150 us, at least 0.95 times its spee
 dense attention, or 80 us more with the backward pass.
 
 Check: gradients of the first batch entry against float64 for sampled queries and keys, as in backward.py; the other
-entries must equal those of calls with one entry. Results of a part of the grid are only printed.
+entries must equal those of calls with one entry.
 """
 import argparse
 import functools
@@ -21,7 +21,7 @@ from tqdm import tqdm
 import cupy_dma as dma
 from benchmarks.harness import measure, peers
 from benchmarks.harness.check import check_interval_gradients
-from benchmarks.harness.command import Refused, conclude
+from benchmarks.harness.command import conclude
 from benchmarks.harness.peers import forward_backward
 from benchmarks.harness.suite import Case
 from benchmarks.routines import backward
@@ -49,13 +49,11 @@ class Row(NamedTuple):
         return self.ours <= self.dense + MORE_MS[self.stage]
 
 
-def cases(heads: str = "", length: int = 0) -> list[Case]:
+def cases() -> list[Case]:
     found = []
     for h, kv_heads, head_dim in HEADS:
         for n in LENGTHS:
             windows = sorted({w for w in (64, 256, 1024, 4096, n) if w <= n})
-            if (heads and heads != f"{h}/{kv_heads}") or (length and length != n):
-                continue
             found += [Case("model", h, kv_heads, head_dim, n, n, w, batch=b) for b in (1, 4, 16) for w in windows
                       if n * b <= MAX_TOKENS and (b == 1 or w in (256, 1024, n))]
     return found
@@ -95,12 +93,12 @@ def dense_ms(bench: Benchmark) -> dict[str, float]:
     return {stage: min(ms) for stage, ms in found.items()}
 
 
-def measured(chosen: list[Case]) -> tuple[list[Row], list[str]]:
+def measured() -> tuple[list[Row], list[str]]:
     """Measure all cases. Returns the rows, and the names of cases with wrong results."""
     rows: list[Row] = []
     wrong = []
     dense: dict[Any, dict[str, float]] = {}
-    for case in tqdm(chosen, unit="case", disable=None):
+    for case in tqdm(cases(), unit="case", disable=None):
         bench = Benchmark(case)
         bench.prepare()
         shape = case.heads, case.head_dim, case.key_length, case.batch
@@ -115,16 +113,7 @@ def measured(chosen: list[Case]) -> tuple[list[Row], list[str]]:
     return rows, wrong
 
 
-def add_options(options: argparse.ArgumentParser) -> None:
-    options.add_argument("--heads", default="", help="only these heads, such as 16/8")
-    options.add_argument("--length", type=int, default=0, help="only this length")
-
-
 def run(args: argparse.Namespace) -> int:
-    chosen = cases(args.heads, args.length)
-    if not chosen:
-        raise Refused(f"--heads must be of {', '.join(f'{h}/{g}' for h, g, _ in HEADS)} and --length of "
-                      f"{', '.join(map(str, LENGTHS))}, got {args.heads!r} and {args.length}")
-    rows, wrong = measured(chosen)
-    return conclude("grid", args, __doc__, not wrong, whole=not (args.heads or args.length), wrong=wrong,
+    rows, wrong = measured()
+    return conclude("grid", args, __doc__, not wrong, wrong=wrong,
                     rows=[{**row._asdict(), "ok": row.ok} for row in rows])

@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 from benchmarks.harness import measure
 from benchmarks.harness.command import needs_hopper, write_record
-from benchmarks.routines.tune_sm90 import KINDS, ROUNDING, WINDOWS, Case, calls
+from benchmarks.routines.tune_sm90 import HEAD_DIMS, KINDS, ROUNDING, WINDOWS, Case, calls, is_whole
 from cupy_dma.backends.cuda.attention import sm90, sm90_costs, sm90_schedule, sm90_tiles
 from cupy_dma.backends.cuda.attention.sm90_schedule import Schedule
 from cupy_dma.backends.cuda.attention.sm90_tiles import HopperTile, ScheduleKey
@@ -40,7 +40,6 @@ from cupy_dma.backends.cuda.runtime import jit
 from cupy_dma.backends.cuda.runtime.configs import BIAS_DENSE
 from cupy_dma.backends.cuda.runtime.program import fresh
 
-HEAD_DIMS = (64, 96, 128, 192, 256)
 TILE_HEADS = 2
 KEYS = {"short intervals": (32, 128, 192), "intervals": (256, 1024, 4096), "contiguous": (256, 2048, 8192),
         "bits": (256, 2048, 4096)}
@@ -246,7 +245,7 @@ def run(args: argparse.Namespace) -> int:
     needs_hopper()
     compile_all(configs(args.kind, args.head_dim))
     tiles = [(kind, d, tile) for kind in args.kind for d in args.head_dim for tile in sm90_tiles.tiles_of(kind, d)]
-    whole = tuple(args.kind) == KINDS and tuple(args.head_dim) == HEAD_DIMS
+    whole = is_whole(args)
     result: dict[str, Any] = {"tiles": [costs(*one) for one in tqdm(tiles, unit="tile", disable=None)]}
     if whole and args.write:
         machine = measure.machine()

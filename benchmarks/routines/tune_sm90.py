@@ -8,7 +8,8 @@ packed in every call. Softcaps are 30. An output that differs from the portable 
 the largest element is marked WRONG, and the exit status is 1.
 
 The fastest tile of each group of rows is marked; ``in use`` marks the tiles from which the library chooses. The results
-go to ``hopper_tiles.json`` in the folder of the GPU; a run limited to some cases, tiles or kernels only prints them.
+go to ``hopper_tiles.json`` in the folder of the GPU; those of other kernels or of a part of the cases are only
+printed.
 """
 import argparse
 import contextlib
@@ -27,7 +28,7 @@ from cupy_dma.backends.cuda.attention.sm90_tiles import HopperTile
 from cupy_dma.backends.cuda.runtime import jit
 from cupy_dma.backends.cuda.runtime.program import fresh
 
-KINDS = tuple(sm90_tiles.TILES)
+KINDS, HEAD_DIMS = tuple(sm90_tiles.TILES), (64, 96, 128, 192, 256)
 SHORT_CANDIDATES = {  # for lists of few keys; by the largest head dim
     64: [HopperTile(192, 64, 6, 6, 3), HopperTile(192, 96, 5, 5, 3), HopperTile(128, 64, 6, 6, 3),
          HopperTile(128, 128, 4, 4, 2)],
@@ -160,10 +161,13 @@ def marked(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**row, "fastest": row["right"] and row["ms"] == fastest} for row in rows]
 
 
+def is_whole(args: argparse.Namespace) -> bool:
+    return tuple(args.kind) == KINDS and tuple(args.head_dim) == HEAD_DIMS
+
+
 def add_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--kind", nargs="+", choices=KINDS, default=list(KINDS))
-    options.add_argument("--head-dim", nargs="+", type=int, default=[64, 96, 128, 192, 256])
-    options.add_argument("--case", default="", help="only cases with this in their names")
+    options.add_argument("--head-dim", nargs="+", type=int, default=list(HEAD_DIMS))
     options.add_argument("--kernels", nargs="+", type=Path, default=[], help="other kernels/ folders to measure too")
 
 
@@ -173,12 +177,8 @@ def run(args: argparse.Namespace) -> int:
     for folder in args.kernels:
         if not (folder / "common/arch.cuh").is_file():
             raise Refused(f"--kernels must be folders like kernels/, got {folder}, which has no arch.cuh")
-    found = cases(args.kind, args.head_dim)
-    chosen = [case for case in found if args.case in str(case)]
-    if not chosen:
-        raise Refused(f"--case must be part of a case's name, such as {found[0]}; got {args.case}")
-
     needs_hopper()
-    done = [{**case._asdict(), "name": str(case), "rows": measured(case, args.kernels)} for case in chosen]
+    done = [{**case._asdict(), "name": str(case), "rows": measured(case, args.kernels)}
+            for case in cases(args.kind, args.head_dim)]
     return conclude("tune_sm90", args, __doc__, all(row["right"] for entry in done for row in entry["rows"]),
-                    whole=not (args.case or args.kernels), cases=done)
+                    whole=is_whole(args) and not args.kernels, cases=done)

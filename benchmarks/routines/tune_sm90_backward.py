@@ -6,7 +6,7 @@ portable kernel for keys; and one pass, up to head dim 128 and without dense mas
 and with 128 queries per step. All four gradients are computed, with prepared interval lists. A gradient that differs
 from the portable kernels' by more than 1 % of its norm is not right, and the exit status is 1.
 
-The results go to ``hopper_backward.json`` in the folder of the GPU; a run limited to some cases only prints them.
+The results go to ``hopper_backward.json`` in the folder of the GPU.
 """
 import argparse
 import contextlib
@@ -17,7 +17,7 @@ from unittest import mock
 from torch.nn.attention import SDPBackend
 
 from benchmarks.harness import measure, peers
-from benchmarks.harness.command import Refused, conclude, needs_hopper
+from benchmarks.harness.command import conclude, needs_hopper
 from benchmarks.harness.report import line
 from benchmarks.harness.suite import Case
 from benchmarks.routines import backward
@@ -93,20 +93,12 @@ def measured(case: Case) -> list[dict[str, Any]]:
     return [*marked(rows), {"way": "cudnn", "ms": ms, "timing": how, "note": note, "right": True}]
 
 
-def add_options(options: argparse.ArgumentParser) -> None:
-    options.add_argument("--case", default="", help="only cases with this in their names")
-
-
 def run(args: argparse.Namespace) -> int:
-    chosen = [case for case in cases() if args.case in case.name]
-    if not chosen:
-        raise Refused(f"--case must be part of a case's name, such as {cases()[0].name!r}; got {args.case!r}")
-
     needs_hopper()
     done = []
-    for case in chosen:
+    for case in cases():
         done.append({"name": case.name, "rows": measured(case)})
         measure.free_memory()
         print(case.name, *map(line, done[-1]["rows"]), sep="\n    ", flush=True)
     return conclude("tune_sm90_backward", args, __doc__, all(row["right"] for one in done for row in one["rows"]),
-                    whole=not args.case, cases=done)
+                    cases=done)
