@@ -200,7 +200,8 @@ class Plain(Benchmark):
         for who, backend in peers.backends("cudnn", "flash", elsewhere="sdpa").items():
             for causal, words in ((False, "all keys"), (True, "causal")):
                 make = functools.partial(peers.dense, backend, self.query, self.key, self.value, causal)
-                self.peer(who, make, deadline, f"forward {words}", functools.partial(self.check_output, self.plain_problem(causal)))
+                check = functools.partial(self.check_output, self.plain_problem(causal))
+                self.peer(who, make, deadline, f"forward {words}", check)
 
 
 SEQUENCES, SHORTEST, LONGEST = 64, 100, 8000
