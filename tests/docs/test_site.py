@@ -175,7 +175,7 @@ def tab(request, browser):
 
 
 @pytest.mark.parametrize("name", SHOWN)
-def test_pages_fit(site, tab, screenshots, name):
+def test_pages_show_their_pictures(site, tab, screenshots, name):
     tab.goto((site / f"{name}.html").as_uri())
     tab.wait_for_load_state("load")
     for picture in tab.locator("article img").all():
@@ -184,8 +184,6 @@ def test_pages_fit(site, tab, screenshots, name):
     tab.evaluate("window.scrollTo(0, 0)")
     tab.wait_for_timeout(400)  # until the header has scrolled into place
     tab.screenshot(path=screenshots / f"{name.replace('/', '-')}-{tab.kind}.png", full_page=True)
-    wide = tab.evaluate("document.scrollingElement.scrollWidth") - tab.evaluate("window.innerWidth")
-    assert wide <= 0, f"{name} is {wide} pixels too wide on a {tab.kind}"
 
 
 def test_no_page_is_too_wide(site, pages, tab):

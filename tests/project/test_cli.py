@@ -4,7 +4,6 @@ import re
 import signal
 import subprocess
 import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -12,8 +11,7 @@ import pytest
 import cupy_dma
 from cupy_dma import __main__ as cli
 from cupy_dma.cli import devices
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.project.pages import ROOT, said_by
 
 
 def one_line(capsys) -> str:
@@ -91,11 +89,9 @@ def test_a_command_is_required(capsys):
     assert "COMMAND" in one_line(capsys)
 
 
-def test_module_is_executable(tmp_path):
-    done = subprocess.run([sys.executable, "-m", "cupy_dma", "--help"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0
-    for command in ("info", "demo", "warmup", "clear-cache"):
-        assert command in done.stdout
+def test_module_is_executable():
+    said = said_by(sys.executable, "-m", "cupy_dma", "--help")
+    assert all(command in said for command in ("info", "demo", "warmup", "clear-cache"))
 
 
 @pytest.mark.parametrize("option", ["-V", "--version"])

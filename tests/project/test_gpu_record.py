@@ -32,30 +32,20 @@ def test_record_of_the_last_gpu_run():
 
 @pytest.mark.parametrize("share", [None, "1/2"])
 def test_recorder_counts_setup_errors_as_failures(share, tmp_path, monkeypatch):
-    class Report:
-        def __init__(self, nodeid, when, outcome):
-            self.nodeid, self.when, self.outcome = nodeid, when, outcome
-            self.failed, self.skipped = outcome == "failed", outcome == "skipped"
-
-    class Session:
-        exitstatus = 0
-
     monkeypatch.setattr(gpu_record, "device_name", lambda: "a GPU")
     recorder = gpu_record.Recorder(tmp_path / "new" / "record.json", "00", share)
     for nodeid, call, teardown in [("a", "passed", "passed"), ("b", "passed", "failed"), ("c", "skipped", "passed")]:
         for when, outcome in [("setup", "passed"), ("call", call), ("teardown", teardown)]:
-            recorder.pytest_runtest_logreport(Report(nodeid, when, outcome))
-    recorder.pytest_sessionfinish(Session())
+            recorder.pytest_runtest_logreport(SimpleNamespace(
+                nodeid=nodeid, when=when, outcome=outcome, failed=outcome == "failed", skipped=outcome == "skipped"))
+    recorder.pytest_sessionfinish(SimpleNamespace(exitstatus=0))
     record = json.loads((tmp_path / "new" / "record.json").read_text())
     assert (record["passed"], record["failed"], record["skipped"], record.get("share")) == (1, 1, 1, share)
 
 
 def test_no_record_without_a_gpu(tmp_path, monkeypatch, capsys):
-    class Session:
-        exitstatus = 0
-
     monkeypatch.setattr(gpu_record, "device_name", lambda: None)
-    session = Session()
+    session = SimpleNamespace(exitstatus=0)
     gpu_record.Recorder(tmp_path / "record.json", "00").pytest_sessionfinish(session)
     assert session.exitstatus == 1
     assert not (tmp_path / "record.json").exists()

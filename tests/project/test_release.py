@@ -19,6 +19,7 @@ USE = ("import numpy as np, cupy_dma as dma; x = np.ones((1, 8, 2, 4)); "
 
 def test_versions_and_citation_agree():
     version = cupy_dma.__version__
+    assert f'\nversion = "{version}"\n' in (ROOT / "pyproject.toml").read_text()
     assert re.search(rf"^## {re.escape(version)}\b", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     citation = (ROOT / "CITATION.cff").read_text()
     assert f"\nversion: {version}\n" in citation and "arXiv:2508.02124" in citation
