@@ -98,7 +98,8 @@ def compare(deviation: Deviation, found: Tensor, exact: Tensor, plain: Tensor, t
 
 def summary(deviations: dict[str, Deviation]) -> dict[str, Any]:
     """"ok", the "worst" error in units of what is allowed, and all errors."""
-    worst = max(math.inf if d.error > d.allowed == 0 else d.error / (d.allowed or 1) for d in deviations.values())
+    worst = max((math.inf if d.error > d.allowed == 0 else d.error / (d.allowed or 1) for d in deviations.values()),
+                default=0.0)
     return {"worst": worst, "ok": worst <= 1,
             "tensors": {name: {"error": d.error, "allowed": d.allowed} for name, d in deviations.items()}}
 

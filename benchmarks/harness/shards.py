@@ -14,8 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.harness import decoder, measure
-from cupy_dma.arrays import library_named
-from cupy_dma.cli.exact_rows import Deviation, exact_row, kept_keys, plain_row, rounding
+from benchmarks.harness.check import TokenCheck, best_keys
 from cupy_dma.distributed import empty_with_room, shard_lengths
 from cupy_dma.distributed.agreement import Agreement
 
@@ -86,33 +85,26 @@ class Problem:
         n, first, group = self.lengths[rank], self.begin(rank), self.heads // self.kv_heads
         drawn = np.random.default_rng(rank).integers(0, max(n, 1), ROWS - 2).tolist() if n else []
         rows = sorted({*drawn, *((0, n - 1) if n else ())})
-        scores = torch.cat([self.shard("scores", q)[0] for q in range(rank + 1)], 1).cpu().numpy()
-        kept = {(row, g): kept_keys(scores[g], first + row, self.window) for row in rows for g in range(self.kv_heads)}
+        scores = torch.cat([self.shard("scores", q)[0] for q in range(rank + 1)], 1)
+        kept = {(row, g): best for row in rows
+                for g, best in enumerate(best_keys(scores[:, :first + row + 1], self.window))}
         keys, values = (self._rows(name, kept, rank) for name in ("key", "value"))
-        query = query[0]
-        worst = Deviation(unit=rounding(_numpy(query[:1]).dtype), roundings=1 if query.element_size() == 2 else 32)
+        query, found = query.detach(), TokenCheck()
         for (row, g), index in kept.items():
-            for h in range(g * group, (g + 1) * group):
-                given = _numpy(query[row, h]), keys[row, g], values[row, g], scores[g, index], self.head_dim ** -0.5
-                exact, plain = exact_row(*given)[0], plain_row(*given)[0]
-                found = _numpy(out[0, row, h]).astype(np.float64)
-                worst.add(float(np.abs(found - exact).max()), float(np.abs(plain - exact).max()),
-                          float(np.abs(exact).max()))
-        return {"rows": len(rows), "error": worst.error, "allowed": worst.allowed, "ok": worst.error <= worst.allowed}
+            own = slice(g * group, (g + 1) * group)
+            found.compare(out[0, row, own], None, query[0, row, own], keys[row, g][:, None], values[row, g][:, None],
+                          scores[g:g + 1, index])
+        return {"rows": len(rows), **found.result()}
 
-    def _rows(self, name: str, kept: dict[Any, np.ndarray], rank: int) -> dict[Any, np.ndarray]:
+    def _rows(self, name: str, kept: dict[Any, Tensor], rank: int) -> dict[Any, Tensor]:
         """The kept rows of a key or value from all shards, one shard at a time."""
-        found: dict[Any, list[np.ndarray]] = {at: [] for at in kept}
+        found: dict[Any, list[Tensor]] = {at: [] for at in kept}
         for q in range(rank + 1):
             x, begin = self.shard(name, q)[0], self.begin(q)
             for (row, g), index in kept.items():
                 own = index[(index >= begin) & (index < begin + self.lengths[q])] - begin
-                found[row, g].append(_numpy(x[torch.from_numpy(own).to(x.device), g]))
-        return {at: np.concatenate(parts) for at, parts in found.items()}
-
-
-def _numpy(x: Tensor) -> np.ndarray:
-    return library_named("torch").to_numpy(x.detach())
+                found[row, g].append(x[own, g])
+        return {at: torch.cat(parts) for at, parts in found.items()}
 
 
 def gradients_differ(ours: list[Tensor], one: list[Tensor]) -> tuple[float, float]:
