@@ -276,30 +276,23 @@ def test_peers_expand_heads_where_groups_are_not_served():
 
 @needs_torch
 def test_tiles_of_a_peer_that_do_not_fit():
-    class Call:
-        def __init__(self, milliseconds):
-            self.milliseconds = milliseconds
-
-        def __call__(self):
-            if self.milliseconds is None:
-                raise ValueError("out of resource")
-
     def choose(*times):
+        """The time of the call that is chosen, the note, and the choices that were tried."""
         made = []
 
         def make(options):
             made.append(options["bwd_x"])
-            return Call(times[options["bwd_x"]])
+            ms = times[options["bwd_x"]]
+            return (lambda: ms) if ms is not None else lambda: {}["out of resource"]
 
-        call, note = peers.first_or_fastest(make, lambda call: call.milliseconds,
-                                                  tuple({"bwd_x": i} for i in range(3)))
-        return call.milliseconds, note, made
+        call, note = peers.first_or_fastest(make, lambda call: call(), tuple({"bwd_x": i} for i in range(3)))
+        return call(), note, made
 
     assert choose(3.0, 1.0, 2.0) == (3.0, "", [0])
     best, note, made = choose(None, 2.0, 1.0)
     assert best == 1.0 and "x 2" in note and made == [0, 1, 2]
     assert choose(None, None, 5.0)[0] == 5.0
-    with pytest.raises(RuntimeError, match="ValueError: out of resource"):
+    with pytest.raises(RuntimeError, match="KeyError: 'out of resource'"):
         choose(None, None, None)
 
 

@@ -307,28 +307,6 @@ def test_key_biases_are_the_dense_formulas(name, rng):
     np.testing.assert_allclose(out, expected, rtol=0, atol=1e-5)
 
 
-def test_gates_learn_through_their_key_bias(rng, torch):
-    """The gradient of log f is that of the dense formula."""
-    from examples import key_biases
-
-    n = 24
-    query, key, value = torch.from_numpy(rng.standard_normal((3, 1, n, 2, 8)))
-    gradients = []
-    for way in ("key bias", "dense"):
-        log_f = torch.linspace(-0.3, -0.01, 2 * n, dtype=torch.float64).reshape(1, 2, n).requires_grad_()
-        total = log_f.cumsum(-1)
-        if way == "key bias":
-            out = dma.attention(query, key, value, causal=True, bias=key_biases.forgetting(log_f))
-        else:
-            logits = torch.einsum("bihd,bjhd->bhij", query, key) / 8**0.5 + total[..., None] - total[:, :, None]
-            logits = logits.masked_fill(torch.ones(n, n).triu(1).bool(), -torch.inf)
-            out = torch.einsum("bhij,bjhd->bihd", logits.softmax(-1), value)
-        out.square().sum().backward()
-        gradients.append(log_f.grad)
-    torch.testing.assert_close(*gradients)
-    assert gradients[0].abs().max() > 0.01
-
-
 # ---- JAX ----
 @pytest.mark.slow
 def test_training_in_jax(capsys):
