@@ -185,17 +185,13 @@ def main() -> None:
     options.add_argument("model", type=Path, help=".gguf file")
     options.add_argument("folder", type=Path, help="unpacked packages with documents")
     options.add_argument("--out", type=Path, default=Path("build/retrofit"))
-    options.add_argument("--length", type=int, default=8193)
-    options.add_argument("--training", type=int, default=3_000_000, help="tokens of each kind")
-    options.add_argument("--held-out", type=int, default=16, help="documents of each kind")
-    options.add_argument("--hay", type=int, default=400_000, help="tokens of text that needles are hidden in")
     args = options.parse_args()
     in_pieces(args.model, args.out)
     model, tokenizer = gguf(args.model)
     tokenizer.save_pretrained(args.out / "tokens")
     documents = [*novels(args.folder), *manuals(args.folder), *sources(Path(sysconfig.get_paths()["purelib"]))]
-    arrays, manifest = made(documents, lambda text: tokenizer(text, verbose=False).input_ids, args.length,
-                            args.training, args.held_out, args.hay, tokenizer.eos_token_id)
+    arrays, manifest = made(documents, lambda text: tokenizer(text, verbose=False).input_ids, length=8193,
+                            training=3_000_000, held_out=16, hay=400_000, end=tokenizer.eos_token_id)
     content = args.model.read_bytes()
     manifest["model"] = {"name": args.model.name, "bytes": len(content), "checksum": zlib.crc32(content)}
     write(args.out / "tokens", arrays, manifest)

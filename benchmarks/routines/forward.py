@@ -8,8 +8,8 @@ Sets. ``table``, the original package's (B1 H2/1 D64): "train" N = 256 ... 32768
 32/8 heads, D 64 and 128, N = 4096 ... 1048576, w 1024 and 2048.
 
 Stages. key_scores; selection (IntervalMask.top_w); attention (mask and key lists prepared); lists+attention (mask
-prepared, its cache emptied before the capture); lists = the difference of these two; total = dynamic_mask_attention
-from dt_proj and A. "infer" selects with keys="global".
+prepared, its cache emptied before the capture); total = dynamic_mask_attention from dt_proj and A. "infer" selects
+with keys="global".
 
 Peers. cudnn, flash: dense causal scaled_dot_product_attention (more work: all pairs). masked: the same function with
 the dense additive mask; masked+build: including the time to build the mask by topk. flex: compiled FlexAttention with
@@ -53,9 +53,6 @@ class Benchmark(suite.Benchmark):
         self.record("cupy_dma", "attention", attend)
         self.record("cupy_dma", "total", everything)
         self.forget_lists()
-        ms = {row["stage"]: row["ms"] for row in self.rows}
-        self.rows.append({"who": "cupy_dma", "stage": "lists", "ms": ms["lists+attention"] - ms["attention"],
-                          "timing": "difference", "note": ""})
 
     def check(self) -> dict[str, Any]:
         """Check sampled rows against float64."""

@@ -211,12 +211,11 @@ def runs(args: argparse.Namespace) -> list[Run]:
     chosen = dict.fromkeys(one for part in args.part or PARTS for one in grid(part, task))
     return [Run(f"{one[0].length}/{one[0].pairs} {named(settings(*one)[0])}", settings(*one),
                 lambda clock, one=one: train(*one, device, args.compile, clock))
-            for one in chosen if not args.kind or one[1].kind in args.kind]
+            for one in chosen]
 
 
 def add_options(options: argparse.ArgumentParser) -> None:
     add_run_options(options, PARTS)
-    options.add_argument("--kind", action="append", help="only these kinds of attention; may be repeated")
 
 
 def run(args: argparse.Namespace) -> int:

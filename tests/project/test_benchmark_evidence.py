@@ -216,8 +216,8 @@ def test_rows_are_written_one_run_after_the_other(tmp_path):
 
 
 def test_each_process_takes_its_share(tmp_path):
-    for share, count in (("1/2", 24), ("2/2", 36)):
-        assert started("mqar", tmp_path, "--part", "lengths", "--kind", "full", "--share", share) == 0
+    for share, count in (("1/2", 48), ("2/2", 96)):
+        assert started("mqar", tmp_path, "--part", "widths", "--share", share) == 0
         assert len(rows_of(tmp_path, "mqar")) == count
 
 

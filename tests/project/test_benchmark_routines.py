@@ -146,7 +146,7 @@ def test_tables_are_put_between_their_markers(smoke, tmp_path):
 def test_forward(smoke):
     result = smoke("forward")
     for case in result["cases"]:
-        for stage in ("key_scores", "selection", "lists", "attention", "lists+attention", "total"):
+        for stage in ("key_scores", "selection", "attention", "lists+attention", "total"):
             assert value(case, "cupy_dma", stage) is not None
         assert value(case, "masked+build", "attention") is not None
 
