@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-import cupy_dma as dma
 from cupy_dma import __main__ as cli
 from cupy_dma.cli import bench
 
@@ -51,18 +50,6 @@ def test_a_peer_that_cannot_run_leaves_a_gap(capsys, monkeypatch, torch):
     said = capsys.readouterr().out
     assert said.count("torch SDPA, ") == 3 and "torch SDPA, backward: CUDA out of memory.\n" in said
     assert re.search(r"decode +\S+ +- +-\n", said)
-
-
-def test_a_wrong_output_fails_the_check(capsys, monkeypatch):
-    right = dma.attention
-
-    def wrong(*arguments, **options):
-        found = right(*arguments, **options)
-        return (found[0] + 0.1, found[1]) if options.get("return_lse") else found
-
-    monkeypatch.setattr(dma, "attention", wrong)
-    assert cli.main(SMALL) == 1
-    assert "check       FAILED" in capsys.readouterr().out
 
 
 def test_calls_are_timed_between_events_on_a_gpu():

@@ -94,7 +94,6 @@ def test_pages_show_what_is_recorded(name, piece):
     ("context_parallel --lengths 1", "--lengths must be at least --ranks 2"),
     ("tune_sm90 --head-dim 300", "--head-dim must be 1 to 256, got"),
     ("tune_sm90 --kernels tests", "--kernels must be folders like kernels/, got tests, which has no arch.cuh"),
-    ("tune_sm90_backward", "this needs a Hopper GPU"),
     ("mqar --share 4/3", "must be I/N with I from 1 to N, got '4/3'"), ("mqar --share 3", "must be I/N")])
 def test_options_are_refused(arguments, message, capsys):
     with pytest.raises(SystemExit) as end:

@@ -171,6 +171,20 @@ def test_a_backend_that_cannot_run(command, capsys, monkeypatch):
     assert "--backend cuda cannot run here: no GPU" in one_line(capsys)
 
 
+@pytest.mark.parametrize("command", ["demo", "bench --seconds 1"])
+def test_a_wrong_output_fails_the_check(command, tmp_path, capsys, monkeypatch):
+    right = cupy_dma.attention
+
+    def wrong(*arguments, **options):
+        found = right(*arguments, **options)
+        return (found[0] + 0.1, found[1]) if options.get("return_lse") else found
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cupy_dma, "attention", wrong)
+    assert cli.main([*command.split(), "--backend", "numpy", "--length", "64", "--window", "8"]) == 1
+    assert "check       FAILED" in capsys.readouterr().out
+
+
 def command(*arguments: str, shell: str = "", **options) -> subprocess.Popen:
     """Start the command line in a process, with shell redirections."""
     return subprocess.Popen(["sh", "-c", f'exec "$@" {shell}', "sh", sys.executable, "-m", "cupy_dma", *arguments],
