@@ -30,7 +30,7 @@ def packed(q, k, v, s, **options):
 
 
 def packed_dynamic(q, k, v, s, **options):
-    return dma.varlen_dynamic_mask_attention(q[0], k[0], v[0], BOUNDS, BOUNDS, s[0], window=5, return_lse=True,
+    return dma.varlen_dynamic_mask_attention(q[0], k[0], v[0], BOUNDS, BOUNDS, s[0], window=[3, 7], return_lse=True,
                                              **options)
 
 

@@ -3,7 +3,6 @@ import shutil
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 
 import cupy_dma as dma
@@ -13,7 +12,6 @@ torch = pytest.importorskip("torch")
 from cupy_dma.backends import numpy as numpy_backend  # noqa: E402
 from cupy_dma.torch import DynamicMaskAttention  # noqa: E402
 from tests.oracle.torch_inputs import HKV, D, N, draw, float64, gradients, recipe, same  # noqa: E402
-from tests.torch import recall  # noqa: E402
 
 needs_a_compiler = pytest.mark.skipif(not any(map(shutil.which, ("g++", "c++", "clang++"))),
                                       reason="inductor needs a C++ compiler")
@@ -25,7 +23,7 @@ def dynamic(q, k, v, s):
 
 def by_parts(q, k, v, s):
     scores = dma.key_scores(v, torch.full((HKV, HKV * D), 0.1), s.mean((0, 2)))
-    mask = dma.IntervalMask.top_w(scores, 5) | dma.IntervalMask.sliding_window(N, 3, like=q)
+    mask = dma.IntervalMask.top_w(scores, (3, 7)) | dma.IntervalMask.sliding_window(N, [2, 4], like=q)
     mask = mask & dma.IntervalMask.documents(torch.tensor([0, 7, N]), key_length=N)
     return dma.attention(q, k, v, mask=mask, bias=scores, return_lse=True)
 
@@ -83,8 +81,11 @@ def test_bad_input_under_compile_raises_when_run():
     for mask in (padding, (padding, padding[:, None, None])):
         with pytest.raises(Exception, match=r"mask must have four axes here, got \(2, \d+\), which is \(B, Lk\)"):
             torch.compile(lambda *x, mask=mask: dma.attention(*x, mask=mask), backend="eager")(q, k, v)
-    with pytest.raises(ValueError, match="window must be at least 1, got 0"):
-        torch.compile(lambda *x: dma.dynamic_mask_attention(*x, window=0), backend="eager")(q, k, v, s)
+    for window, message in ((0, "window must be at least 1, got 0"), ((3, 4, 5), "one int for each of 2 kv heads")):
+        with pytest.raises(ValueError, match=message):
+            torch.compile(lambda *x, w=window: dma.dynamic_mask_attention(*x, window=w), backend="eager")(q, k, v, s)
+        with pytest.raises(ValueError, match=message):
+            torch.compile(lambda s, w=window: dma.IntervalMask.top_w(s, w), backend="eager")(s)
     with pytest.raises(ValueError, match="key must have query's batch and head dim"):
         torch.compile(lambda q, k: dma.attention(q, k[..., :4], k[..., :4]), backend="aot_eager")(q, k)
 
@@ -133,13 +134,6 @@ def test_deterministic_algorithms_are_obeyed(calls_of):
         finally:
             torch.use_deterministic_algorithms(False)
     assert [call.forward.deterministic for call, in calls] == [False, True]
-
-
-def test_compiled_and_eager_training_agree():
-    """Twenty steps of four layers: the same losses up to rounding."""
-    eager, compiled = ([*recall.losses(run, 6, 6, 20, 0.05, A_init=0.1)] for run in (
-        lambda model: model, lambda model: torch.compile(model, fullgraph=True, backend="aot_eager")))
-    np.testing.assert_allclose(compiled, eager, rtol=1e-5)
 
 
 @needs_a_compiler

@@ -253,18 +253,6 @@ def test_dynamic_quantization():
     assert cache.length.tolist() == [N] * B
 
 
-def test_peft():
-    peft = pytest.importorskip("peft")
-    module, x = DynamicMaskSelfAttention(24, 4, 2, window=5, A_init=1.0, dtype=float64), torch.randn(B, N, 24).double()
-    adapted = copy.deepcopy(module)
-    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["dt_proj"], r=2, init_lora_weights=False), adapted)
-    projection = adapted.attention.dt_proj
-    module.attention.dt_proj.weight.data += projection.get_delta_weight("default").detach()
-    torch.testing.assert_close(adapted(x), module(x), rtol=1e-6, atol=1e-6)
-    adapted(x).sum().backward()
-    assert all(y.grad.any() for name, y in projection.named_parameters() if "lora_" in name)
-
-
 @torch.no_grad()
 def test_offloading():
     accelerate = pytest.importorskip("accelerate")

@@ -13,7 +13,7 @@ W, N, WIDTH = 5, 20, 24
 LENGTHS = N, 3, W, W + 1, 33
 LAYERS = {"plain": {}, "sinks": {"sinks": 1}, "recent": {"recent": 2, "qk_norm": True},
           "both": {"sinks": 2, "recent": 7}, "checkpoint": {"checkpoint": True},
-          "slope": {"slope": (0.3, -0.1)}}
+          "slope": {"slope": (0.3, -0.1)}, "windows": {"window": (3, 7), "recent": 2}}
 OUTSIDE = IntervalMask.sliding_window(N, 4, like=torch.zeros(1))
 
 
@@ -54,7 +54,7 @@ class Function(torch.nn.Module):
     ("both", torch.int64, False),
     ("both", torch.int64, True), ("checkpoint", None, True)], ids=str)
 def test_layers_of_any_length(options, padding, strict):
-    layer = DynamicMaskSelfAttention(WIDTH, H, HKV, W, A_init=1.0, **LAYERS[options])
+    layer = DynamicMaskSelfAttention(WIDTH, H, HKV, A_init=1.0, **{"window": W, **LAYERS[options]})
     more = {} if padding is None else {"padding": real(N, padding)}
     program = export(layer, torch.randn(B, N, WIDTH), strict=strict, **more)
     for n in LENGTHS:

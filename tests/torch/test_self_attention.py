@@ -427,10 +427,15 @@ def test_other_options_reach_the_core():
     assert module.attention.A.tolist() == [0.5] * KV_HEADS
     module.scale = None
     assert module.scale is module.attention.scale is None
+    module.window = torch.tensor([3, 7])
+    assert module.window == module.make_cache(B).window == (3, 7) and "window=(3, 7)" in repr(module)
+    module.window = [4, 4]
+    assert module.window == module.make_cache(B).window == 4
 
 
 @pytest.mark.parametrize(("name", "wrong", "error", "message"), [
     ("window", 0, ValueError, "window must be at least 1, got 0"), ("window", 2.5, TypeError, "window must be an int"),
+    ("window", (3, 4, 5), ValueError, "window must be an int, or one int for each of 2 kv heads, got 3 of them"),
     ("bias_delay", -1, ValueError, "bias_delay must be at least 0, got -1"),
     ("sinks", -1, ValueError, "sinks must be at least 0"), ("recent", True, TypeError, "recent must be an int"),
     ("form", "square", ValueError, "form must be 'exp' or 'linear'"), ("scale", "x", TypeError, "scale must be a real"),
