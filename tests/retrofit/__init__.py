@@ -1,0 +1,4 @@
+"""Tests of cupy_dma.retrofit, skipped without torch."""
+import pytest
+
+pytest.importorskip("torch")

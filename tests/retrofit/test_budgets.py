@@ -2,14 +2,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-
-import cupy_dma.transformers as dmt  # noqa: E402
-from cupy_dma import retrofit  # noqa: E402
-from tests.retrofit.test_training import DELAY, WORDS, model_of  # noqa: E402
-from tests.transformers import small_models as small  # noqa: E402
+import cupy_dma.transformers as dmt
+from cupy_dma import retrofit
+from tests.retrofit.test_training import DELAY, WORDS, model_of
+from tests.transformers import small_models as small
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SINKS, ROWS, N = 1, 12, 80

@@ -1,11 +1,9 @@
 """The losses of a retrofit against plain formulas, values and gradients."""
 import pytest
+import torch
+from torch.nn import functional
 
-torch = pytest.importorskip("torch")
-
-from torch.nn import functional  # noqa: E402
-
-from cupy_dma.retrofit import Head, budget_loss, chunked_kl  # noqa: E402
+from cupy_dma.retrofit import Head, budget_loss, chunked_kl
 
 TOKENS, WIDTH, OTHER, WORDS = (2, 5), 6, 4, 23
 
@@ -40,8 +38,7 @@ def test_the_formula(direction, chunk, options):
     assert found.shape == TOKENS and (expected > 0.01).all()
     torch.testing.assert_close(found, expected)
     weights, learned = torch.randn(TOKENS, dtype=torch.float64), [x for x in (hidden, *head[:2]) if x is not None]
-    for ours, theirs in zip(*(torch.autograd.grad(kl, learned, weights) for kl in (found, expected))):
-        torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(*(torch.autograd.grad(kl, learned, weights) for kl in (found, expected)))
 
 
 def test_large_logits_and_equal_models():

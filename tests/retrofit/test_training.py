@@ -7,25 +7,18 @@ import sys
 from typing import Any
 
 import pytest
+import torch
+import transformers
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-
-import cupy_dma  # noqa: E402
-import cupy_dma.transformers as dmt  # noqa: E402
-from cupy_dma import retrofit  # noqa: E402
-from cupy_dma.torch import RetentionGate  # noqa: E402
-from tests.transformers import small_models as small  # noqa: E402
+import cupy_dma
+import cupy_dma.transformers as dmt
+from cupy_dma import retrofit
+from cupy_dma.torch import RetentionGate
+from tests.transformers import small_models as small
 
 DELAY, WORDS, CONTENT = 4, 64, 34
 
-
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(autouse=True)
-def same_numbers():
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("same_numbers")
 
 
 def model_of(name: str = "llama", **options: Any) -> Any:

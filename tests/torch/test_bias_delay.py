@@ -63,8 +63,8 @@ def test_compiled_in_one_graph(function):
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     for delay in (0, 4, 5):
         out, again = (run(*given, bias_delay=delay) for run in (function, compiled))
-        for ours, other in zip((*out, *gradients(out, given)), (*again, *gradients(again, given))):
-            torch.testing.assert_close(ours, other, rtol=0, atol=1e-9)
+        torch.testing.assert_close((*out, *gradients(out, given)), (*again, *gradients(again, given)),
+                                   rtol=0, atol=1e-9)
 
 
 @every_function
@@ -73,8 +73,7 @@ def test_traced_gradients_of_an_eager_call(function):
     out = function(*given, bias_delay=4)[0]
     wanted = torch.autograd.grad(out.sum(), given, retain_graph=True)
     found = torch.autograd.grad(out.sum(), given, create_graph=True)  # by operators
-    for ours, other in zip(found, wanted):
-        torch.testing.assert_close(ours, other, rtol=0, atol=1e-12)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
 
 
 def test_a_bias_is_needed_in_a_compiled_graph_too():

@@ -55,10 +55,8 @@ def several_masks(q, k, v, s):
 def test_compile_in_one_graph(function, backend):
     arguments = draw(torch.float32)
     eager, compiled = (f(*arguments) for f in (function, torch.compile(function, fullgraph=True, backend=backend)))
-    for a, b in zip(*((x if isinstance(x, tuple) else (x,)) for x in (eager, compiled))):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
-    for a, b in zip(gradients(eager, arguments), gradients(compiled, arguments)):
-        torch.testing.assert_close(a, b, rtol=0, atol=2e-5)
+    torch.testing.assert_close(eager, compiled, rtol=0, atol=1e-5)
+    torch.testing.assert_close(gradients(eager, arguments), gradients(compiled, arguments), rtol=0, atol=2e-5)
     with torch.no_grad():
         torch.compile(function, fullgraph=True, backend="eager")(*arguments)
 
@@ -147,8 +145,7 @@ def test_the_compiler_keeps_the_last_axis_contiguous():
     x, _, _, s = draw(torch.float32)
     found = torch.compile(model, fullgraph=True, backend="inductor")(x, s)
     torch.testing.assert_close(found, model(x, s), rtol=0, atol=1e-5)
-    for a, b in zip(gradients(found, (x, s)), gradients(model(x, s), (x, s))):
-        torch.testing.assert_close(a, b, rtol=0, atol=2e-5)
+    torch.testing.assert_close(gradients(found, (x, s)), gradients(model(x, s), (x, s)), rtol=0, atol=2e-5)
 
 
 def test_a_process_compiles_its_first_call_once():

@@ -217,8 +217,7 @@ def test_padded_rows_are_rows(kind, options):
     wanted = torch.autograd.grad(apart, (*rows, *module.parameters()), [weights[b, real[b]] for b in range(B)])
     torch.testing.assert_close(found[0][real], torch.cat([row[0] for row in wanted[:B]]), rtol=0, atol=1e-5)
     assert not found[0][~real].any()
-    for a, b in zip(found[1:], wanted[B:]):
-        torch.testing.assert_close(a, b, rtol=0, atol=2e-5)
+    torch.testing.assert_close(found[1:], wanted[B:], rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -248,8 +247,8 @@ def test_packed_sequences_are_sequences(options, listed):
     exact = [dense(twin(module), x[:1, a:b].double())[0] for a, b in itertools.pairwise(bounds) if b > a]
     right(out, torch.cat(exact), torch.cat(parts))
     weights, leaves = torch.randn_like(out), (x, *module.parameters())
-    for a, b in zip(gradients(out, leaves, weights), gradients(torch.cat(parts), leaves, weights)):
-        torch.testing.assert_close(a, b, rtol=0, atol=2e-5)
+    torch.testing.assert_close(gradients(out, leaves, weights), gradients(torch.cat(parts), leaves, weights),
+                               rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("options", [{}, {"slope": (0.3, -0.1)}], ids=str)
@@ -292,8 +291,8 @@ def test_compile_in_one_graph(given, options):
     module, x = layer(**options), tokens(requires_grad=True)
     x = x if "cu_seqlens" not in given else x[0].detach().requires_grad_()
     compiled, leaves = torch.compile(module, fullgraph=True, backend="aot_eager"), (x, *module.parameters())
-    for a, b in zip(gradients(module(x, **given), leaves), gradients(compiled(x, **given), leaves)):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+    torch.testing.assert_close(gradients(module(x, **given), leaves), gradients(compiled(x, **given), leaves),
+                               rtol=0, atol=1e-6)
 
 
 def test_autocast():

@@ -100,6 +100,28 @@ def batch(how: str, rows: int = 2, length: int = LENGTH, seed: int = 1) -> tuple
     return given, real.bool()
 
 
+def logits(model: Any, input_ids: Tensor, cache: Any, **options: Any) -> Tensor:
+    """Of the next tokens, which are appended to the cache."""
+    with torch.no_grad():
+        return model(input_ids=input_ids, **{CACHE: cache}, **options).logits
+
+
+@contextmanager
+def failing(owner: Any, name: str, *calls: int, error: BaseException | None = None) -> Iterator[None]:
+    """Inside the context, the method raises ``OutOfMemoryError``, or another error, at these of its calls."""
+    original, count = getattr(owner, name), [0]
+
+    def method(*args: Any, **kwargs: Any) -> Any:
+        count[0] += 1
+        if count[0] in calls:
+            raise error or torch.OutOfMemoryError("out of memory")
+        return original(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, method)
+        yield
+
+
 def check_unchanged(name: str, how: str, *added: str, **options: Any) -> None:
     """Check that ``convert`` does not change a model's results, and adds parameters of these names to each layer with a
     dynamic mask."""

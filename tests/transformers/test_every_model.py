@@ -4,12 +4,10 @@ import inspect
 import re
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-
-from cupy_dma.transformers import attention_forward  # noqa: E402
-from tests.transformers import every_model  # noqa: E402
+from cupy_dma.transformers import attention_forward
+from tests.transformers import every_model
 
 # Types that cover different kinds of faults; all types together are slow.
 QUICK = {"bart", "bert", "bigbird_pegasus", "bloom", "deepseek_v3", "deepseek_v32", "diffllama", "dory", "falcon",

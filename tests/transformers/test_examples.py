@@ -4,11 +4,7 @@ import re
 
 import pytest
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
-
-from tests.project.pages import DOCS  # noqa: E402
+from tests.project.pages import DOCS
 
 pytestmark = pytest.mark.usefixtures("one_thread", "own_path")
 SMALL = ["--layers", "1", "--width", "32", "--batch", "2", "--length", "48", "--window", "8"]

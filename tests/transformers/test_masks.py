@@ -3,17 +3,15 @@ import copy
 from types import SimpleNamespace
 
 import pytest
+import torch
+import transformers
+from transformers import masking_utils as masks
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-
-from transformers import masking_utils as masks  # noqa: E402
-
-import cupy_dma.transformers as dmt  # noqa: E402
-from cupy_dma.transformers import attention_forward  # noqa: E402
-from cupy_dma.transformers.layers import DynamicMask  # noqa: E402
-from cupy_dma.transformers.visibility import Visibility, visibility  # noqa: E402
-from tests.transformers import small_models as small  # noqa: E402
+import cupy_dma.transformers as dmt
+from cupy_dma.transformers import attention_forward
+from cupy_dma.transformers.layers import DynamicMask
+from cupy_dma.transformers.visibility import Visibility, visibility
+from tests.transformers import small_models as small
 
 N = 10
 
@@ -242,5 +240,5 @@ def test_learned_sinks(name):
     torch.testing.assert_close(out, expected)
     upstream = torch.randn_like(out)
     inputs = [q, k, v, *given.values()]
-    for x, y in zip(torch.autograd.grad(out, inputs, upstream), torch.autograd.grad(expected, inputs, upstream)):
-        torch.testing.assert_close(x, y)
+    found, wanted = (torch.autograd.grad(x, inputs, upstream) for x in (out, expected))
+    torch.testing.assert_close(found, wanted)

@@ -10,13 +10,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-
-from tests.transformers import small_models as small  # noqa: E402
+from tests.transformers import small_models as small
 
 KINDS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SOFTCAPPED = ("gemma2", "gpt-oss")  # transformers' sdpa has no softcap and no sinks

@@ -3,16 +3,15 @@ import copy
 from typing import Any
 
 import pytest
+import torch
+import transformers
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+import cupy_dma.transformers as dmt
+from cupy_dma import retrofit
+from tests.transformers import small_models as small
+from tests.transformers.test_generation import GREEDY, prompt
+
 peft = pytest.importorskip("peft")
-
-import cupy_dma.transformers as dmt  # noqa: E402
-from cupy_dma import retrofit  # noqa: E402
-from tests.transformers import small_models as small  # noqa: E402
-from tests.transformers.test_generation import GREEDY, prompt  # noqa: E402
-
 # The policy, and the modules that are trained and saved whole, beside the adapters.
 POLICIES = {"gate": ({"policy": "gate", "delay": 5, "sinks": 2}, ["retention_gate"]),
             "input": ({"window": small.WINDOW, "scores": "input"}, ["score_proj"]),

@@ -4,16 +4,14 @@ import contextlib
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-
-import cupy_dma as dma  # noqa: E402
-import cupy_dma.transformers as dmt  # noqa: E402
-from cupy_dma.masks.interval import NEVER  # noqa: E402
-from tests.transformers import small_models as small  # noqa: E402
-from tests.transformers.test_gates import DELAY, SINKS, gated, gates_of  # noqa: E402
-from tests.transformers.test_generation import NEW, prompt  # noqa: E402
+import cupy_dma as dma
+import cupy_dma.transformers as dmt
+from cupy_dma.masks.interval import NEVER
+from tests.transformers import small_models as small
+from tests.transformers.test_gates import DELAY, SINKS, gated, gates_of
+from tests.transformers.test_generation import NEW, prompt
 
 SAMPLED = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": True, "pad_token_id": 0}
 MODELS = {
@@ -80,9 +78,8 @@ def test_appended_in_parts_and_moved(name):
     def more(count: int) -> None:
         nonlocal found, begin
         end = begin + count
-        with torch.no_grad():
-            logits = model(input_ids=ids[rows, begin:end], attention_mask=padding[rows, :end],
-                           position_ids=given["position_ids"][rows, begin:end], **{small.CACHE: cache}).logits
+        logits = small.logits(model, ids[rows, begin:end], cache, attention_mask=padding[rows, :end],
+                              position_ids=given["position_ids"][rows, begin:end])
         found, begin = torch.cat([found, logits], 1), end
 
     for count in (13, 1, 1, 6):
@@ -113,8 +110,7 @@ def test_stops_are_those_of_the_gates():
     model, given = gated("llama"), small.batch("plain")[0]
     full, own = dmt.FullGatedCache(model.config), dmt.GatedCache(model.config, record_stops=True)
     for cache in (full, own):
-        with torch.no_grad():
-            model(**given, **{small.CACHE: cache})
+        small.logits(model, cache=cache, **given)
     for a, b, layer in zip(full.stops(), own.stops(), full.layers):
         assert torch.equal(a, b)
         expected = dma.IntervalMask.from_gate(layer.log_gate, delay=DELAY, threshold=-12.0).stop
@@ -124,8 +120,7 @@ def test_stops_are_those_of_the_gates():
 def test_gates_in_training_get_gradients():
     model, given = gated("llama"), small.batch("plain")[0]
     cache = dmt.GatedCache(model.config, record_stops=True)
-    with torch.no_grad():
-        model(**given, **{small.CACHE: cache})
+    small.logits(model, cache=cache, **given)
     for train in (False, True):
         for gate in gates_of(model):
             gate.train(train)
@@ -139,8 +134,7 @@ def test_gates_in_training_get_gradients():
 def test_errors():
     model, given = MODELS["top_w"](), small.batch("plain")[0]
     cache = dmt.DynamicMaskCache(model.config, record_stops=True)
-    with torch.no_grad():
-        model(**given, **{small.CACHE: cache})
+    small.logits(model, cache=cache, **given)
     stops = cache.stops()
     with pytest.raises(RuntimeError, match="make it with record_stops=True"):
         dmt.DynamicMaskCache(model.config).stops()

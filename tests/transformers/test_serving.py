@@ -8,16 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import transformers
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-
-import cupy_dma.transformers as dmt  # noqa: E402
-from cupy_dma.transformers import ContinuousBatching, serving, slot_pass  # noqa: E402
-from cupy_dma.transformers.sampling import Sampling, next_tokens  # noqa: E402
-from tests.transformers import causal_models, every_model  # noqa: E402
-from tests.transformers import small_models as small  # noqa: E402
-from tests.transformers.test_every_model import BROKEN  # noqa: E402
+import cupy_dma.transformers as dmt
+from cupy_dma.transformers import ContinuousBatching, serving, slot_pass
+from cupy_dma.transformers.sampling import Sampling, next_tokens
+from tests.transformers import causal_models, every_model
+from tests.transformers import small_models as small
+from tests.transformers.test_every_model import BROKEN
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ENDLESS = {"eos_token_id": None}
@@ -245,19 +244,6 @@ def test_a_seed_decides_whoever_runs_beside(model):
 
 
 # ---- failures -----------------------------------------------------------------------------------------------------
-def failing(monkeypatch: Any, owner: Any, name: str, calls: Any, error: Any = None) -> None:
-    """The method raises at these of its calls."""
-    original, count = getattr(owner, name), [0]
-
-    def method(*args: Any, **kwargs: Any) -> Any:
-        count[0] += 1
-        if count[0] in calls:
-            raise error or torch.OutOfMemoryError("out of memory")
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(owner, name, method)
-
-
 @pytest.mark.parametrize("layer", [0, 1, 2])
 @pytest.mark.parametrize("where", ["mlp", "store"])
 def test_a_prefill_without_memory(model, layer, where, monkeypatch):
@@ -274,8 +260,7 @@ def test_a_prefill_without_memory(model, layer, where, monkeypatch):
     name = "forward" if where == "mlp" else "extend"
 
     def run(rows: Any) -> Any:
-        with pytest.MonkeyPatch.context() as patch:
-            failing(patch, owner, name, {1})
+        with small.failing(owner, name, 1):
             return original(rows)
 
     with monkeypatch.context() as patch:
@@ -287,7 +272,7 @@ def test_a_prefill_without_memory(model, layer, where, monkeypatch):
     right(model, [requests[0], requests[2], again], 10)
 
 
-def test_a_layer_that_fails_the_second_time(monkeypatch):
+def test_a_layer_that_fails_the_second_time():
     """The layer attends twice to the same tokens but caches them once; its second call fails."""
     model = differential()
     batching, (one, two) = ContinuousBatching(model, slots=2, chunk=16), prompts_of([20, 18])
@@ -295,8 +280,7 @@ def test_a_layer_that_fails_the_second_time(monkeypatch):
     while not first.generated_tokens:
         batching.step()
     second = batching.submit(two, 10)
-    with monkeypatch.context() as patch:  # a decoding pass takes the first calls
-        failing(patch, batching._cache.layers[0].stores[1], "extend", {2})
+    with small.failing(batching._cache.layers[0].stores[1], "extend", 2):  # a decoding pass takes the first calls
         assert [token is None for _, token in batching.step()] == [True, False]
     assert second.error == "OutOfMemoryError: out of memory" and first.error is None
     third = batching.submit(two, 10)
@@ -304,11 +288,11 @@ def test_a_layer_that_fails_the_second_time(monkeypatch):
     right(model, [first, third], 10)
 
 
-def test_a_slot_that_cannot_be_emptied(model, monkeypatch):
+def test_a_slot_that_cannot_be_emptied(model):
     batching = ContinuousBatching(model, slots=1, chunk=16)
     requests = [batching.submit(prompt, 5) for prompt in prompts_of([20, 33, 18])]
-    failing(monkeypatch, batching, "_empty", {2})
-    finish(batching)
+    with small.failing(batching, "_empty", 2):
+        finish(batching)
     assert requests[1].error == "OutOfMemoryError: out of memory" and not requests[1].generated_tokens
     right(model, [requests[0], requests[2]], 5)
 
@@ -326,8 +310,7 @@ def test_a_decoding_pass_without_memory(model, times, monkeypatch):
         count[0] += 1
         if count[0] > times:
             return original(rows)
-        with pytest.MonkeyPatch.context() as patch:
-            failing(patch, model.model.layers[1].mlp, "forward", {1})
+        with small.failing(model.model.layers[1].mlp, "forward", 1):
             return original(rows)
 
     monkeypatch.setattr(batching._decode, "run", run)
@@ -343,15 +326,15 @@ def test_a_decoding_pass_without_memory(model, times, monkeypatch):
 
 
 @pytest.mark.parametrize("which", ["_decode", "_prefill"])
-def test_an_interruption(model, which, monkeypatch):
+def test_an_interruption(model, which):
     batching = ContinuousBatching(model, slots=2, chunk=16)
     sampled = batching.submit(prompts_of([12], 4)[0], 10, do_sample=True, seed=3)
     requests = [batching.submit(prompt, 10) for prompt in prompts_of([20, 18, 70])]
     while not requests[0].generated_tokens:
         batching.step()
     batching.cancel(requests[0])
-    with monkeypatch.context() as patch:
-        failing(patch, model.model.layers[1].mlp, "forward", {1 if which == "_decode" else 2}, KeyboardInterrupt())
+    call = 1 if which == "_decode" else 2
+    with small.failing(model.model.layers[1].mlp, "forward", call, error=KeyboardInterrupt()):
         with pytest.raises(KeyboardInterrupt):
             batching.step()
     assert batching.running == 0 and not sampled.is_finished()
@@ -401,16 +384,12 @@ def test_requests_that_are_refused(model, given, error, match):
     assert batching.waiting == 0
 
 
-def doge_of_experts() -> Any:
-    return small.model_of("doge-moe")
-
-
 @pytest.mark.parametrize(("make", "match"), [
     (lambda: small.model_of("llama"), "model must have dynamic masks"),
     (lambda: small.converted("llama").train(), "model must be in evaluation mode"),
     (lambda: small.converted("llama", layers=[1]), r"slots need a model whose layers all have .* in layers \[0\]"),
     (lambda: converted("llama", policy="gate"), "capacity must be given with slots"),
-    (doge_of_experts, "mixture of experts mixes the tokens"),
+    (lambda: small.model_of("doge-moe"), "mixture of experts mixes the tokens"),
     (lambda: converted("llama", window=9, config={"rope_parameters": {
         "rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}), "rope_type='dynamic'"),
     (lambda: small.randomize(dmt.convert(transformers.AutoModelForCausalLM.from_config(transformers.BartConfig(

@@ -13,8 +13,8 @@ import cupy_dma.vllm  # noqa: E402
 from tests.vllm import stubs  # noqa: E402
 from tests.vllm.conftest import HAS_VLLM  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-needs_stubs = pytest.mark.skipif(HAS_VLLM, reason="vLLM is installed: test_serving.py runs its own models")
+pytestmark = [pytest.mark.usefixtures("one_thread"),
+              pytest.mark.skipif(HAS_VLLM, reason="vLLM is installed: test_serving.py runs its own models")]
 POLICIES = {"value": {"window": 8, "recent": 2}, "input": {"window": 8, "scores": "input"},
             "window": {"policy": "window", "window": 6}, "heads": {"window": [[4, 5], [6, 7]], "form": "linear"},
             "gate": {"policy": "gate", "capacity": 8, "delay": 4},
@@ -50,7 +50,6 @@ def models(plugin):
     return cupy_dma.vllm.models
 
 
-@needs_stubs
 @pytest.mark.parametrize("name", POLICIES)
 def test_the_same_parts_as_transformers(models, plugin, name):
     """Equal names, shapes and types of parameters, equal selection, and equal scores of tokens."""
@@ -84,7 +83,6 @@ def expected_scores(module, x, value):
     return _scores(module, module.dynamic_mask, value[None], None)[0]
 
 
-@needs_stubs
 def test_other_models_are_vllms_own(models):
     config = vllm_config(transformers.LlamaConfig(num_hidden_layers=1, head_dim=16), tensor_parallel_size=8)
     made = models.DynamicMaskLlamaForCausalLM(vllm_config=config)
@@ -94,7 +92,6 @@ def test_other_models_are_vllms_own(models):
         set(cupy_dma.vllm.ARCHITECTURES)
 
 
-@needs_stubs
 @pytest.mark.parametrize("given", [None, []])
 def test_graphs_that_are_not_split(models, given):
     model, _ = converted(**POLICIES["window"])
@@ -104,22 +101,20 @@ def test_graphs_that_are_not_split(models, given):
     assert not config.compilation_config.splitting_ops
 
 
-@needs_stubs
-@pytest.mark.parametrize(("options", "named"), [
-    ({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
-    ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
-    ({"decode_context_parallel_size": 2}, "decode_context_parallel_size=2"),
-    ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size=2"),
-    ({"use_ubatching": True}, "microbatches"), ({"speculative_config": object()}, "speculative decoding"),
-    ({"kv_transfer_config": object()}, "KV connectors"),
-    ({"cache_dtype": "fp8"}, r"kv_cache_dtype='fp8' \(but int8_per_token_head and fp8_per_token_head\)")])
-def test_what_is_not_supported(models, options, named):
-    model, _ = converted(**POLICIES["window"])
-    with pytest.raises(NotImplementedError, match=named):
+@pytest.mark.parametrize(("options", "how", "message"), [
+    *(({name: 2}, {}, f"{name}=2") for name in ("tensor_parallel_size", "pipeline_parallel_size",
+                                                "decode_context_parallel_size", "prefill_context_parallel_size")),
+    ({"use_ubatching": True}, {}, "microbatches"), ({"speculative_config": object()}, {}, "speculative decoding"),
+    ({"kv_transfer_config": object()}, {}, "KV connectors"),
+    ({"cache_dtype": "fp8"}, {}, r"kv_cache_dtype='fp8' \(but int8_per_token_head and fp8_per_token_head\)"),
+    ({}, {"layers": [1]}, r"layers \[0, 1\], of which \[1\]"),
+    ({}, {"policy": "gate", "window": None, "delay": 4}, "needs a capacity")])
+def test_what_is_not_supported(models, options, how, message):
+    model, _ = converted(**{**POLICIES["window"], **how})
+    with pytest.raises((NotImplementedError, ValueError), match=message):
         models.DynamicMaskLlamaForCausalLM(vllm_config=vllm_config(model.config, **options))
 
 
-@needs_stubs
 @pytest.mark.parametrize(("name", "storage"), [("auto", None), ("int8_per_token_head", "int8"),
                                                ("fp8_per_token_head", "fp8")])
 def test_rows_of_8_bits(models, name, storage):
@@ -128,21 +123,6 @@ def test_rows_of_8_bits(models, name, storage):
     assert {layer.self_attn.attn.storage for layer in made.model.layers} == {storage}
 
 
-@needs_stubs
-def test_all_layers_must_have_masks(models):
-    model, _ = converted(policy="window", window=6, layers=[1])
-    with pytest.raises(NotImplementedError, match=r"layers \[0, 1\], of which \[1\]"):
-        models.DynamicMaskLlamaForCausalLM(vllm_config=vllm_config(model.config))
-
-
-@needs_stubs
-def test_gates_need_a_capacity(models):
-    model, _ = converted(policy="gate", delay=4)
-    with pytest.raises(ValueError, match="needs a capacity"):
-        models.DynamicMaskLlamaForCausalLM(vllm_config=vllm_config(model.config))
-
-
-@needs_stubs
 def test_register(monkeypatch, caplog):
     registered = {}
     monkeypatch.setattr(stubs.ModelRegistry, "register_model", lambda name, where: registered.update({name: where}))
