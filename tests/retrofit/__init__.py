@@ -1,4 +1,5 @@
-"""Tests of cupy_dma.retrofit, skipped without torch."""
+"""Tests of cupy_dma.retrofit, skipped without transformers."""
 import pytest
 
 pytest.importorskip("torch")
+pytest.importorskip("transformers")

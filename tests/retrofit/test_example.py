@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.usefixtures("one_thread", "own_path")
