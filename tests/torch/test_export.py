@@ -30,23 +30,14 @@ def export(module, *x, strict=False, fixed=(), **more):
 
 
 class Keywords(torch.nn.Module):
-    """Takes all arguments by position and passes some by name."""
+    """Calls a module or a function: takes all arguments by position and passes some by name."""
 
-    def __init__(self, module, count, names):
+    def __init__(self, called, count, names=()):
         super().__init__()
-        self.module, self.count, self.names = module, count, names
+        self.called, self.count, self.names = called, count, names
 
     def forward(self, *given):
-        return self.module(*given[:self.count], **dict(zip(self.names, given[self.count:])))
-
-
-class Function(torch.nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, *given, **named):
-        return self.function(*given, **named)
+        return self.called(*given[:self.count], **dict(zip(self.names, given[self.count:])))
 
 
 @pytest.mark.parametrize(("options", "padding", "strict"), [
@@ -116,7 +107,7 @@ def test_masks(name):
         return *(torch.randn(B, n, h, D) for h in (H, HKV, HKV)), (torch.arange(own) < own - 2).long().expand(B, own)
 
     alone = name in ("from outside", "lengths")  # fixed to the example's length
-    program = export(Function(attend), *draw(N), fixed=range(4) if alone else ())
+    program = export(attend, *draw(N), fixed=range(4) if alone else ())
     for n in (N,) if alone else (N, 3, 33):
         given = draw(n)
         assert torch.equal(program(*given), attend(*given))
@@ -137,10 +128,10 @@ def test_a_step_of_a_cache_is_refused():
     cache = layer.make_cache(B)
     given = [torch.randn(B, 1, h, D) for h in (H, HKV, HKV)]
     with pytest.raises(TypeError, match=r"key must be a tensor with readable memory.*torch\.export"):
-        torch.export.export(Function(lambda *x: layer.extend(cache, *x)), tuple(given), strict=False)
+        torch.export.export(Keywords(lambda *x: layer.extend(cache, *x), 3), tuple(given), strict=False)
     with pytest.raises(TypeError, match=r"value must be a tensor with readable memory.*torch\.export"):
-        torch.export.export(Function(lambda value: dma.backward.key_scores_backward(
-            torch.zeros(B, HKV, 1), value, layer.dt_proj.weight, layer.A)[0]), (given[2],), strict=False)
+        torch.export.export(Keywords(lambda value: dma.backward.key_scores_backward(
+            torch.zeros(B, HKV, 1), value, layer.dt_proj.weight, layer.A)[0], 1), (given[2],), strict=False)
     assert cache.length.tolist() == [0] * B
 
 

@@ -41,11 +41,12 @@ def input_of(module, dtype=torch.float32):
     return {} if module.width is None else {"x": torch.randn(B, N, WIDTH, dtype=dtype)}
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", EITHER)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, float64])
 def test_forward_is_the_definition(options, dtype):
-    module, (q, k, v, _) = layer(dtype=dtype, **OPTIONS[options]), draw(dtype, requires_grad=False)
-    check(module(q, k, v), problem(module, q, k, v))
+    module, (q, k, v, _) = layer(dtype=dtype, **EITHER[options]), draw(dtype, requires_grad=False)
+    more = input_of(module, dtype)
+    check(module(q, k, v, **more), problem(module, q, k, v, **more))
 
 
 def real_tokens(kind):
@@ -203,22 +204,6 @@ def test_documents_compile_in_one_graph(slope):
 def by_input(**options):
     made = layer(scores="input", width=WIDTH, **options)
     return made, input_of(made)["x"]
-
-
-@pytest.mark.feature("numpy forward", "torch", "DynamicMaskAttention, scores of")
-@pytest.mark.parametrize("options", BY_INPUT)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, float64])
-@pytest.mark.parametrize("padded", [False, True])
-def test_scores_of_the_input(options, dtype, padded):
-    module, (q, k, v, _) = layer(dtype=dtype, **BY_INPUT[options]), draw(dtype, requires_grad=False)
-    x, real = input_of(module, dtype)["x"], real_tokens("holes") if padded else None
-    expected = problem(module, q, k, v, real, x=x)
-    given = {"padding": real} if padded else {}
-    x = x.masked_fill(~real[..., None], torch.nan).requires_grad_() if padded else x.requires_grad_()
-    out = module(q, k, v, x=x, **given)
-    check(out, expected)
-    found = gradients(out, (x, module.score_proj.weight))
-    assert all(y.isfinite().all() and y.any() for y in found)
 
 
 def test_the_input_s_scores_begin_as_a_window_and_learn_at_once():

@@ -222,14 +222,10 @@ def operator_calls():
             yield "dynamic_attention_backward", (out, lse, out, lse, made, *plain, True, ["value", "query"])
 
 
-@pytest.mark.parametrize("number", range(37))
+@pytest.mark.parametrize("number", range(len([*operator_calls()])))
 def test_opcheck(number):
     name, arguments = list(operator_calls())[number]
     torch.library.opcheck(getattr(torch.ops.cupy_dma, name).default, arguments)
-
-
-def test_opcheck_sees_every_call():
-    assert len(list(operator_calls())) == 37
 
 
 # ---- errors ----

@@ -11,12 +11,6 @@ import cupy_dma as dma
 
 torch = pytest.importorskip("torch")
 
-from torch.utils.checkpoint import (  # noqa: E402
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
-
 from cupy_dma.backends import numpy as numpy_backend  # noqa: E402
 from cupy_dma.torch import DynamicMaskAttention, DynamicMaskSelfAttention  # noqa: E402
 from cupy_dma.torch.capture import uncollected  # noqa: E402
@@ -57,17 +51,6 @@ def computed(monkeypatch):
     return names
 
 
-def keeping(*operators):
-    """A checkpoint that saves the results of these operators."""
-    def policy(context, operator, *arguments, **options):
-        return CheckpointPolicy.MUST_SAVE if operator in operators else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return partial(checkpoint, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, policy))
-
-
-OURS = (torch.ops.cupy_dma.dynamic_attention.default,)
-
-
 @pytest.mark.parametrize("enabled", [True, False])
 def test_no_garbage_is_collected_during_a_capture(enabled):
     """The collector's state is restored afterwards, also after an error."""
@@ -90,28 +73,6 @@ def test_checkpointing_computes_everything_twice(computed):
     computed.clear()
     assert same(plain, gradients(model, x))
     assert computed == 2 * ["key_scores", "prefix_stop", "attention"]
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_selective_checkpoint_keeps_the_selection(computed, compiled):
-    """The same gradients, without a second selection and a second attention."""
-    model, x = layers(1), torch.randn(2, N, WIDTH)
-    plain = gradients(model, x)
-
-    class Checkpointed(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.model = model
-
-        def forward(self, x):
-            return keeping(*OURS)(self.model, x)
-
-    run = Checkpointed()
-    run = torch.compile(run, fullgraph=True, backend="aot_eager") if compiled else run
-    computed.clear()
-    torch.testing.assert_close(plain, gradients(run, x), rtol=0, atol=1e-6)
-    assert computed.count("prefix_stop") == computed.count("attention") == 1
-    assert computed.count("key_scores") <= 2  # cheap, so it may be recomputed
 
 
 # ---- several processes ----
@@ -200,22 +161,24 @@ def page():
     return run_page("training.md", gpu=False)
 
 
-def test_the_documentation_runs(page, computed, monkeypatch):
-    """Every Python block runs, and the page's checkpoint keeps the selection."""
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_documentation_runs(page, computed, monkeypatch, compiled):
+    """Every Python block runs, and the page's checkpoint keeps the selection: the same gradients, without a second
+    selection and a second attention."""
     module = ModuleType("training")  # the compiler looks the page's names up in their module
     module.__dict__.update(page)
     monkeypatch.setitem(sys.modules, "training", module)
     for block in page["model"].blocks:
         block.attention.checkpoint = False
     block, x = page["model"].blocks[0], torch.randn(2, 40, 64)
-    plain = gradients(block, x)
-    compiled = torch.compile(lambda x: page["selective"](block, x), fullgraph=True, backend="aot_eager")
+    plain, run = gradients(block, x), partial(page["selective"], block)
+    run = torch.compile(run, fullgraph=True, backend="aot_eager") if compiled else run
     computed.clear()
     block.zero_grad()
-    compiled(x).square().mean().backward()
-    for a, y in zip(plain, block.parameters()):
-        torch.testing.assert_close(a, y.grad, rtol=0, atol=1e-6)
+    run(x).square().mean().backward()
+    torch.testing.assert_close([y.grad for y in block.parameters()], plain, rtol=0, atol=1e-6)
     assert computed.count("prefix_stop") == computed.count("attention") == 1
+    assert computed.count("key_scores") <= 2  # cheap, so it may be recomputed
 
 
 def test_parameter_groups_of_the_page(page):

@@ -261,37 +261,6 @@ def test_a_pickle_in_another_process(tmp_path):
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
 
 
-class Adapted(torch.nn.Module):
-    """A Linear with an adapter beside it, as LoRA has it."""
-
-    def __init__(self, base):
-        super().__init__()
-        self.base, (heads, size) = base, base.weight.shape
-        self.down = torch.nn.Parameter(0.3 * torch.randn(2, size))
-        self.up = torch.nn.Parameter(0.3 * torch.randn(heads, 2))
-
-    def forward(self, x):
-        return self.base(x) + x @ self.down.mT @ self.up.mT
-
-
-@pytest.mark.parametrize("how", ["plain", "left"])
-def test_an_adapter_on_the_projection_of_a_doge(how):
-    given, real = small.batch(how)
-    model = small.model_of("doge", "eager")
-    before = model(**given).logits[real]
-    for layer in model.model.layers:
-        layer.self_attn.dt_proj = Adapted(layer.self_attn.dt_proj)
-    found = {}
-    for implementation in ("eager", "cupy_dma"):
-        twin = small.twin(model, implementation)
-        logits = twin(**given).logits[real]
-        logits.square().sum().backward()
-        found[implementation] = logits, twin.model.layers[0].self_attn.dt_proj.up.grad
-    assert (found["eager"][0] - before).abs().max() > 0.01
-    torch.testing.assert_close(found["cupy_dma"][0], found["eager"][0], rtol=0, atol=1e-4)
-    torch.testing.assert_close(found["cupy_dma"][1], found["eager"][1], rtol=1e-3, atol=1e-3)
-
-
 @pytest.mark.parametrize("options", [{}, {"sinks": 2, "recent": 3}], ids=str)
 def test_hooks_and_adapters_of_a_converted_model(options):
     """A hook on the projection has the same effect as a changed projection, also with a cache."""
