@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.project.pages import run_page
+
 pytest.importorskip("matplotlib")
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.usefixtures("one_thread", "own_path")
@@ -66,8 +68,6 @@ def test_too_little_text(tmp_path):
 
 
 def test_the_page(capsys):
-    from tests.project.pages import run_page
-
     names = run_page("retrofit.md", gpu=False)
     said = capsys.readouterr().out
     assert said.strip() == str(sorted(names["history"][-1])) and names["full"].shape == (1, 96, 256)

@@ -74,10 +74,3 @@ def test_traced_gradients_of_an_eager_call(function):
     wanted = torch.autograd.grad(out.sum(), given, retain_graph=True)
     found = torch.autograd.grad(out.sum(), given, create_graph=True)  # by operators
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
-
-
-def test_a_bias_is_needed_in_a_compiled_graph_too():
-    q, k, v, _ = draw(requires_grad=False)
-    compiled = torch.compile(lambda *x: dma.attention(*x, bias_delay=3), fullgraph=True, backend="aot_eager")
-    with pytest.raises(ValueError, match="bias_delay needs a key bias"):
-        compiled(q, k, v)

@@ -86,6 +86,8 @@ def test_bad_input_under_compile_raises_when_run():
             torch.compile(lambda s, w=window: dma.IntervalMask.top_w(s, w), backend="eager")(s)
     with pytest.raises(ValueError, match="key must have query's batch and head dim"):
         torch.compile(lambda q, k: dma.attention(q, k[..., :4], k[..., :4]), backend="aot_eager")(q, k)
+    with pytest.raises(ValueError, match="bias_delay needs a key bias"):
+        torch.compile(lambda *x: dma.attention(*x, bias_delay=3), fullgraph=True, backend="aot_eager")(q, k, v)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

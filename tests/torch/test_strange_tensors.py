@@ -92,6 +92,14 @@ def test_transforms_say_what_to_do(name, module):
             transform(lambda x: module.key_scores(x, weight, A), v)
 
 
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_of_layers_say_what_to_do(name):
+    transform, message = TRANSFORMS[name]
+    layer = dma_torch.DynamicMaskSelfAttention(H * D, H, HKV, 3, dtype=float64)
+    with pytest.raises(NotImplementedError, match=message):
+        transform(lambda x: layer(x.flatten(2)), tensors()[0])
+
+
 @pytest.mark.parametrize("form", ["sparse", "nested", "jagged", "meta"])
 @pytest.mark.parametrize("learns", [False, True])
 @pytest.mark.parametrize("module", [dma, dma_torch], ids=["cupy_dma", "cupy_dma.torch"])

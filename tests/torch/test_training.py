@@ -1,4 +1,4 @@
-"""Training with the layers: checkpoints that keep the selection, several processes, torch.func, docs/training.md."""
+"""Training with the layers: checkpoints that keep the selection, several processes, docs/training.md."""
 import copy
 import gc
 import sys
@@ -131,26 +131,6 @@ def test_fully_sharded(group, how, backend):
     before = sharded[0].attention.A.full_tensor().clone()
     torch.optim.AdamW(sharded.parameters(), lr=0.1).step()
     assert not torch.equal(before, sharded[0].attention.A.full_tensor())
-
-
-# ---- torch.func ----
-@pytest.mark.parametrize(("transform", "message"), [
-    (lambda loss, parameters, x: torch.func.grad(loss)(parameters, x), r"torch\.func transform \(grad.*autograd"),
-    (lambda loss, parameters, x: torch.func.vjp(loss, parameters, x), r"torch\.func transform \(grad"),
-    (lambda loss, parameters, x: torch.func.jvp(partial(loss, parameters), (x,), (x,)), "forward-mode tangent"),
-    (lambda loss, parameters, x: torch.vmap(partial(loss, parameters))(x[:, None]), "vmap"),
-    (lambda loss, parameters, x: torch.vmap(torch.func.grad(loss), (None, 0))(parameters, x[:, None]), "vmap|grad")],
-    ids=["grad", "vjp", "jvp", "vmap", "gradients per sample"])
-def test_functional_layers_say_what_to_do(transform, message):
-    layer, x = layers(1), torch.randn(2, N, WIDTH)
-    parameters = {name: y.detach() for name, y in layer.named_parameters()}
-
-    def loss(parameters, x):
-        return torch.func.functional_call(layer, parameters, (x,)).square().sum()
-
-    torch.testing.assert_close(loss(parameters, x), layer(x).square().sum())  # without a transform it works
-    with pytest.raises(NotImplementedError, match=message):
-        transform(loss, parameters, x)
 
 
 # ---- docs/training.md ----

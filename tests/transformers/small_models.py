@@ -154,6 +154,16 @@ def check_reloaded(model: Any, folder: Path, noted: dict[str, Any], form: Any = 
     return loaded
 
 
+@contextmanager
+def attention_by(function: Any) -> Iterator[None]:
+    """Inside the context, models with ``cupy_dma`` call this function instead."""
+    transformers.AttentionInterface.register("cupy_dma", function)
+    try:
+        yield
+    finally:
+        transformers.AttentionInterface.register("cupy_dma", dmt.attention_forward)
+
+
 def best_by_position(scores: Tensor, k: int, dim: int = -1, **_: Any) -> Any:
     """``torch.topk`` that prefers the last of equal scores, as this library does."""
     assert dim == -1

@@ -55,11 +55,8 @@ def test_the_mask_against_eager_attention(options, how):
         return (weights @ value.repeat_interleave(2, 1)).transpose(1, 2), None
 
     found = model(**given).logits[real]
-    transformers.AttentionInterface.register("cupy_dma", written_out)
-    try:
+    with small.attention_by(written_out):
         expected = model(**given).logits[real]
-    finally:
-        transformers.AttentionInterface.register("cupy_dma", dmt.attention_forward)
     assert len(seen) == 2 and all(share < 0.45 for share in seen)
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.project.pages import DOCS
+from tests.project.pages import DOCS, run_page
 
 pytestmark = pytest.mark.usefixtures("one_thread", "own_path")
 SMALL = ["--layers", "1", "--width", "32", "--batch", "2", "--length", "48", "--window", "8"]
@@ -67,8 +67,6 @@ def test_serve(capsys, monkeypatch):
 
 
 def test_the_page_on_serving(capsys):
-    from tests.project.pages import run_page
-
     names = run_page("serving.md", gpu=False)
     lines = capsys.readouterr().out.splitlines()
     page = (DOCS / "serving.md").read_text()
@@ -78,8 +76,6 @@ def test_the_page_on_serving(capsys):
 
 
 def test_the_page_of_the_docs(capsys):
-    from tests.project.pages import run_page
-
     names = run_page("transformers.md", gpu=False)
     assert names["model"].config.dynamic_mask["recent"] == 16
     assert names["cache"].get_seq_length() == 40 + 20 + 5 + 20 - 1
