@@ -1,0 +1,4 @@
+"""Tests of cupy_dma.torch, skipped without torch."""
+import pytest
+
+pytest.importorskip("torch")

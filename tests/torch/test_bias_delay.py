@@ -2,13 +2,12 @@
 have delays among their options."""
 import numpy as np
 import pytest
+import torch
 
 import cupy_dma as dma
+from tests.oracle.torch_inputs import N, draw, float64, gradients, recipe
 
-torch = pytest.importorskip("torch")
-
-from tests.oracle.torch_inputs import N, draw, float64, gradients, recipe  # noqa: E402
-
+pytestmark = pytest.mark.usefixtures("same_numbers")
 BOUNDS = [0, 7, 7, N]
 
 

@@ -4,15 +4,14 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import cupy_dma as dma
+from cupy_dma.backends import numpy as numpy_backend
+from cupy_dma.torch import DynamicMaskAttention
+from tests.oracle.torch_inputs import HKV, D, N, draw, float64, gradients, recipe, same
 
-torch = pytest.importorskip("torch")
-
-from cupy_dma.backends import numpy as numpy_backend  # noqa: E402
-from cupy_dma.torch import DynamicMaskAttention  # noqa: E402
-from tests.oracle.torch_inputs import HKV, D, N, draw, float64, gradients, recipe, same  # noqa: E402
-
+pytestmark = pytest.mark.usefixtures("same_numbers")
 needs_a_compiler = pytest.mark.skipif(not any(map(shutil.which, ("g++", "c++", "clang++"))),
                                       reason="inductor needs a C++ compiler")
 

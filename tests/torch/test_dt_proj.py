@@ -3,17 +3,15 @@ import copy
 import functools
 
 import pytest
+import torch
+from torch import nn
 
 import cupy_dma as dma
+from cupy_dma.torch import DynamicMaskAttention, DynamicMaskSelfAttention
+from cupy_dma.torch.scores import is_linear, layer_scores
+from tests.oracle.torch_inputs import HKV, B, D, N, draw, float64, gradients, same
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402
-
-from cupy_dma.torch import DynamicMaskAttention, DynamicMaskSelfAttention  # noqa: E402
-from cupy_dma.torch.scores import is_linear, layer_scores  # noqa: E402
-from tests.oracle.torch_inputs import HKV, B, D, N, draw, float64, gradients, same  # noqa: E402
-
+pytestmark = pytest.mark.usefixtures("same_numbers")
 OPTIONS = {"plain": {}, "linear": {"form": "linear", "softcap": 2.0}, "sinks": {"sinks": 1, "recent": 2},
            "dt_bias": {"dt_bias": True}, "global": {"keys": "global"}}
 GIVEN = {"whole": {}, "padding": {"padding": (torch.arange(N) >= torch.tensor([[4], [0]])).long()},

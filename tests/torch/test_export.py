@@ -1,14 +1,13 @@
 """``torch.export`` of layers and masks, for lengths on either side of the window; tracing with integer padding."""
 import pytest
+import torch
 
 import cupy_dma as dma
+from cupy_dma import IntervalMask
+from cupy_dma.torch import DynamicMaskAttention, DynamicMaskSelfAttention
+from tests.oracle.torch_inputs import HKV, B, D, H
 
-torch = pytest.importorskip("torch")
-
-from cupy_dma import IntervalMask  # noqa: E402
-from cupy_dma.torch import DynamicMaskAttention, DynamicMaskSelfAttention  # noqa: E402
-from tests.oracle.torch_inputs import HKV, B, D, H  # noqa: E402
-
+pytestmark = pytest.mark.usefixtures("same_numbers")
 W, N, WIDTH = 5, 20, 24
 LENGTHS = N, 3, W, W + 1, 33
 LAYERS = {"plain": {}, "sinks": {"sinks": 1}, "recent": {"recent": 2, "qk_norm": True},

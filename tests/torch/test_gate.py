@@ -4,15 +4,14 @@ import math
 import pickle
 
 import pytest
+import torch
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
-torch = pytest.importorskip("torch")
+from cupy_dma.torch import RetentionGate, attention
+from tests.oracle.torch_inputs import HKV, B, D, H, N, draw, float64
 
-from torch.nn import functional  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
-
-from cupy_dma.torch import RetentionGate, attention  # noqa: E402
-from tests.oracle.torch_inputs import HKV, B, D, H, N, draw, float64  # noqa: E402
-
+pytestmark = pytest.mark.usefixtures("same_numbers")
 WIDTH, DELAY, SINKS = 12, 4, 2
 
 

@@ -4,16 +4,15 @@ import re
 
 import numpy as np
 import pytest
+import torch
 
 import cupy_dma as dma
+from cupy_dma.torch import DynamicMaskAttention
+from tests.oracle import layer_cases
+from tests.oracle.layer_cases import check, problem
+from tests.oracle.torch_inputs import HKV, B, D, H, N, draw, float64, gradients, same
 
-torch = pytest.importorskip("torch")
-
-from cupy_dma.torch import DynamicMaskAttention  # noqa: E402
-from tests.oracle import layer_cases  # noqa: E402
-from tests.oracle.layer_cases import check, problem  # noqa: E402
-from tests.oracle.torch_inputs import HKV, B, D, H, N, draw, float64, gradients, same  # noqa: E402
-
+pytestmark = pytest.mark.usefixtures("same_numbers")
 OPTIONS = {"plain": {}, "linear": {"form": "linear"}, "dt_bias": {"dt_bias": True}, "scale": {"scale": 0.7},
            "softcap": {"softcap": 1.5}, "sinks": {"sinks": 2}, "recent": {"recent": 3},
            "slope": {"slope": (0.3, -0.1)}, "slope, kept": {"slope": 0.2, "sinks": 1, "recent": 2, "bias_delay": 2**30},

@@ -7,20 +7,18 @@ import pickle
 
 import numpy as np
 import pytest
+import torch
+from torch.nn import functional
 
 import cupy_dma as dma
 from cupy_dma.masks.windows import each_head
+from cupy_dma.torch import DynamicMaskSelfAttention
+from tests.oracle import reference
+from tests.oracle.torch_inputs import float64, gradients, same
+from tests.project.pages import run_page
+from tests.torch.test_module import real_tokens
 
-torch = pytest.importorskip("torch")
-
-from torch.nn import functional  # noqa: E402
-
-from cupy_dma.torch import DynamicMaskSelfAttention  # noqa: E402
-from tests.oracle import reference  # noqa: E402
-from tests.oracle.torch_inputs import float64, gradients, same  # noqa: E402
-from tests.project.pages import run_page  # noqa: E402
-from tests.torch.test_module import real_tokens  # noqa: E402
-
+pytestmark = pytest.mark.usefixtures("same_numbers")
 WIDTH, HEADS, KV_HEADS, W, B, N = 24, 4, 2, 5, 2, 18
 OPTIONS = {
     "usual": {}, "no rope": {"rope": None}, "base": {"rope": 100.0}, "qk_norm": {"qk_norm": True},

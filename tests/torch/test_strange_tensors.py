@@ -1,18 +1,16 @@
 """Unusual torch tensors (views, subclasses, fake tensors): a right result, or an error that says what to do instead."""
 import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import cupy_dma as dma
+import tests.emulator  # noqa: F401  # a backend that reads addresses
+from cupy_dma import torch as dma_torch
+from tests.oracle.torch_inputs import HKV, B, D, H, N, draw, float64, gradients, recipe, same
 
-torch = pytest.importorskip("torch")
-
-import torch.autograd.forward_ad as forward_ad  # noqa: E402
-from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
-from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
-
-import tests.emulator  # noqa: E402, F401  # a backend that reads addresses
-from cupy_dma import torch as dma_torch  # noqa: E402
-from tests.oracle.torch_inputs import HKV, B, D, H, N, draw, float64, gradients, recipe, same  # noqa: E402
-
+pytestmark = pytest.mark.usefixtures("same_numbers")
 CU = torch.tensor([0, 7, N], dtype=torch.int32)
 
 

@@ -5,16 +5,17 @@ import weakref
 
 import numpy as np
 import pytest
+import torch
 
 import cupy_dma as dma
+from cupy_dma import checks
+from cupy_dma.backends import numpy as numpy_backend
+from cupy_dma.torch import DynamicMaskAttention
+from tests.oracle.torch_inputs import HKV, B, D, H, N, draw, float64, gradients, recipe, same
+from tests.torch import recall
 
-torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.usefixtures("same_numbers")
 
-from cupy_dma import checks  # noqa: E402
-from cupy_dma.backends import numpy as numpy_backend  # noqa: E402
-from cupy_dma.torch import DynamicMaskAttention  # noqa: E402
-from tests.oracle.torch_inputs import HKV, B, D, H, N, draw, float64, gradients, recipe, same  # noqa: E402
-from tests.torch import recall  # noqa: E402
 
 # ---- autograd ----
 MASKS = {

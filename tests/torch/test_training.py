@@ -6,17 +6,16 @@ from functools import partial
 from types import ModuleType
 
 import pytest
+import torch
 
 import cupy_dma as dma
+from cupy_dma.backends import numpy as numpy_backend
+from cupy_dma.torch import DynamicMaskAttention, DynamicMaskSelfAttention
+from cupy_dma.torch.capture import uncollected
+from tests.oracle.torch_inputs import same
+from tests.project.pages import run_page
 
-torch = pytest.importorskip("torch")
-
-from cupy_dma.backends import numpy as numpy_backend  # noqa: E402
-from cupy_dma.torch import DynamicMaskAttention, DynamicMaskSelfAttention  # noqa: E402
-from cupy_dma.torch.capture import uncollected  # noqa: E402
-from tests.oracle.torch_inputs import same  # noqa: E402
-from tests.project.pages import run_page  # noqa: E402
-
+pytestmark = pytest.mark.usefixtures("same_numbers")
 WIDTH, N = 24, 18
 needs_distributed = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch has no torch.distributed")
 

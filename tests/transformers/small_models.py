@@ -71,6 +71,12 @@ def converted(name: str, seed: int = 0, window: int = WINDOW, **options: Any) ->
     return randomize(dmt.convert(made, window, **options), seed)
 
 
+def converted_from(config: Any, *window: Any, seed: int = 0, **options: Any) -> Any:
+    """A model with masks that strongly affect its outputs."""
+    made = transformers.AutoModelForCausalLM.from_config(config)
+    return randomize(dmt.convert(made, *window, **options), seed, 0.25)
+
+
 def twin(model: Any, implementation: str, kind: torch.dtype | None = None) -> Any:
     """A copy with another attention implementation."""
     other = copy.deepcopy(model).to(kind or model.dtype)

@@ -22,8 +22,7 @@ FAILED = "a call has failed after it had changed some layers"
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    made = transformers.AutoModelForCausalLM.from_config(small.config_of("llama", num_hidden_layers=3))
-    return small.randomize(dmt.convert(made, small.WINDOW, sinks=1, recent=3), spread=0.25)
+    return small.converted_from(small.config_of("llama", num_hidden_layers=3), small.WINDOW, sinks=1, recent=3)
 
 
 def filled(model: Any, length: int = 30, rows: Any = slice(None)) -> DynamicMaskCache:
@@ -297,8 +296,7 @@ def test_a_draft_whose_crop_fails(model):
 @pytest.fixture(scope="module")
 def differential() -> Any:
     config = transformers.DiffLlamaConfig(**{**small.SIZES, "eos_token_id": None})
-    made = dmt.convert(transformers.AutoModelForCausalLM.from_config(config), 8, sinks=1, recent=2)
-    return small.randomize(made, spread=0.2)
+    return small.converted_from(config, 8, sinks=1, recent=2)
 
 
 @pytest.mark.parametrize("search", [{}, {"num_beams": 3}], ids=["greedy", "beams"])

@@ -110,8 +110,6 @@ def test_ties_are_broken_by_position():
     with small.ties_broken_alike(eager):
         expected = eager(**given).logits
     torch.testing.assert_close(model(**given).logits, expected, rtol=0, atol=1e-5)
-    last = small.model_of("mistral", sliding_window=small.WINDOW)  # the mask of the newest keys
-    assert last(**given).logits.shape == expected.shape
 
 
 @pytest.mark.parametrize("name", ["doge", "llama", "mistral"])

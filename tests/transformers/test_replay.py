@@ -11,13 +11,12 @@ import cupy_dma.transformers as dmt
 from cupy_dma.masks.interval import NEVER
 from tests.transformers import small_models as small
 from tests.transformers.test_gates import DELAY, SINKS, gated, gates_of
-from tests.transformers.test_generation import NEW, prompt
+from tests.transformers.test_generation import NEW, dynamic, prompt
 
 SAMPLED = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": True, "pad_token_id": 0}
 MODELS = {
-    "doge": lambda: small.randomize(small.model_of("doge"), spread=0.25),
-    "top_w": lambda: small.randomize(small.converted("llama", sinks=1, recent=3), spread=0.25),
-    "linear": lambda: small.randomize(small.converted("gpt-neox", form="linear"), spread=0.25),
+    "doge": lambda: dynamic("doge"),
+    "top_w": lambda: dynamic("llama", sinks=1, recent=3), "linear": lambda: dynamic("gpt-neox", form="linear"),
     "window": lambda: dmt.convert(small.model_of("gpt-oss", "eager"), policy="window", window=9, sinks=SINKS),
     "gate": lambda: gated("llama"), "gate, bounded": lambda: gated("qwen3"), "gate, full": lambda: gated("gpt-neox")}
 

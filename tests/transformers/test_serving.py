@@ -17,6 +17,7 @@ from cupy_dma.transformers.sampling import Sampling, next_tokens
 from tests.transformers import causal_models, every_model
 from tests.transformers import small_models as small
 from tests.transformers.test_every_model import BROKEN
+from tests.transformers.test_masks import BART
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ENDLESS = {"eos_token_id": None}
@@ -24,13 +25,11 @@ LENGTHS = (5, 1, 40, 17, 33, 80, 2, 64)
 
 
 def converted(name: str, seed: int = 0, config: dict[str, Any] | None = None, **options: Any) -> Any:
-    made = transformers.AutoModelForCausalLM.from_config(small.config_of(name, **ENDLESS, **(config or {})))
-    return small.randomize(dmt.convert(made, **options), seed, 0.25)
+    return small.converted_from(small.config_of(name, **ENDLESS, **(config or {})), seed=seed, **options)
 
 
 def differential() -> Any:
-    made = transformers.AutoModelForCausalLM.from_config(transformers.DiffLlamaConfig(**{**small.SIZES, **ENDLESS}))
-    return small.randomize(dmt.convert(made, 12), spread=0.25)
+    return small.converted_from(transformers.DiffLlamaConfig(**{**small.SIZES, **ENDLESS}), 12)
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +69,9 @@ def right(model: Any, requests: Any, n: int) -> None:
     lambda: converted("gpt-neox", policy="window", window=12),
     lambda: small.model_of("doge", **ENDLESS),
     lambda: converted("gpt-oss", window=16, layers=[0, 1], config={"layer_types": ["full_attention"] * 2}),
-    lambda: differential(),
-    lambda: small.randomize(dmt.convert(transformers.AutoModelForCausalLM.from_config(transformers.GPT2Config(
-        vocab_size=small.VOCABULARY, n_embd=64, n_layer=2, n_head=4, n_positions=128, **ENDLESS)), 12), spread=0.25),
+    differential,
+    lambda: small.converted_from(transformers.GPT2Config(vocab_size=small.VOCABULARY, n_embd=64, n_layer=2, n_head=4,
+                                                         n_positions=128, **ENDLESS), 12),
 ], ids=["llama", "heads", "gates", "window", "doge", "gpt-oss", "diffllama", "gpt2"])
 def test_each_text_as_if_alone(make):
     model = make()
@@ -383,9 +382,8 @@ def test_requests_that_are_refused(model, given, error):
     (lambda: small.model_of("doge-moe"), "mixture of experts mixes the tokens"),
     (lambda: converted("llama", window=9, config={"rope_parameters": {
         "rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}), "rope_type='dynamic'"),
-    (lambda: small.randomize(dmt.convert(transformers.AutoModelForCausalLM.from_config(transformers.BartConfig(
-        vocab_size=64, d_model=32, decoder_layers=1, decoder_attention_heads=4, decoder_ffn_dim=32, is_decoder=True,
-        is_encoder_decoder=False)), 9)), "model must take position_ids"),
+    (lambda: small.converted_from(transformers.BartConfig(**BART, is_decoder=True, is_encoder_decoder=False), 9),
+     "model must take position_ids"),
 ], ids=["dense", "training", "layers", "gates", "experts", "rope", "positions"])
 def test_models_that_are_refused(make, match):
     with pytest.raises(ValueError, match=match):
@@ -393,12 +391,11 @@ def test_models_that_are_refused(make, match):
 
 
 def test_arguments_that_are_refused(model):
-    for name, value, match in (("slots", 0, "slots must be at least 1"), ("chunk", 0, "chunk must be at least 1"),
-                               ("queue_size", 0, "queue_size must be at least 1")):
-        with pytest.raises(ValueError, match=match):
-            ContinuousBatching(model, **{name: value})
-    learned = small.randomize(dmt.convert(transformers.AutoModelForCausalLM.from_config(transformers.GPT2Config(
-        vocab_size=64, n_embd=32, n_layer=1, n_head=4, n_positions=30)), 9))
+    for name in ("slots", "chunk", "queue_size"):
+        with pytest.raises(ValueError, match=f"{name} must be at least 1"):
+            ContinuousBatching(model, **{name: 0})
+    learned = small.converted_from(transformers.GPT2Config(
+        vocab_size=64, n_embd=32, n_layer=1, n_head=4, n_positions=30), 9)
     batching = ContinuousBatching(learned, slots=1)
     assert batching.submit([3] * 20, 10)
     for n in (11, None):
