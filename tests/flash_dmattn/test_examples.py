@@ -1,89 +1,14 @@
-"""The integration example in the original's API reference, with only the package name in the imports changed
-(on a GPU if there is one), the page about it, and memory."""
-import re
-from pathlib import Path
-
+"""The page for users of the original, and memory."""
 import pytest
 
 torch = pytest.importorskip("torch")
-F, nn = torch.nn.functional, torch.nn
 
-from cupy_dma.flash_dmattn import (  # noqa: E402  - was: from flash_dmattn import
-    CUDA_AVAILABLE,
-    flash_dmattn_func_auto,
-)
-from cupy_dma.flash_dmattn.integrations.flash_dynamic_mask_attention import (  # noqa: E402
-    flash_dynamic_mask_attention_forward,
-)
-
-DEVICE = "cuda" if torch.cuda.is_available() and CUDA_AVAILABLE else "cpu"
-BATCH, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 2, 128, 8, 4, 64
-
-
-def eager(q, k, v, mask, bias):
-    """The textbook formula in float32; every query must have a visible key."""
-    q, k, v, mask, bias = (x.repeat_interleave(HEADS // x.shape[1], 1) for x in (
-        q.float(), k.float(), v.float(), mask, bias.float()))
-    s = q @ k.mT * HEAD_DIM**-0.5 + bias
-    return s.masked_fill(~mask, -torch.inf).softmax(-1) @ v
-
-
-class Attention(nn.Module):
-    """A layer of a model that learns its mask, as in the original's integration example."""
-
-    def __init__(self, size, style):
-        super().__init__()
-        self.is_causal, self.window_size, self.scaling, self.style = True, 24, HEAD_DIM**-0.5, style
-        self.q_proj = nn.Linear(size, HEADS * HEAD_DIM, bias=False)
-        self.k_proj = nn.Linear(size, KV_HEADS * HEAD_DIM, bias=False)
-        self.v_proj = nn.Linear(size, KV_HEADS * HEAD_DIM, bias=False)
-        self.A = nn.Parameter(torch.linspace(-1, 1, KV_HEADS))
-        self.dt_proj = nn.Linear(KV_HEADS * HEAD_DIM, KV_HEADS, bias=False)
-        self.o_proj = nn.Linear(HEADS * HEAD_DIM, size, bias=False)
-
-    def forward(self, hidden, attention_mask=None):
-        def split(x):
-            return x.unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2)
-
-        q, k, v = split(self.q_proj(hidden)), split(self.k_proj(hidden)), split(self.v_proj(hidden))
-        dt = self.dt_proj(v.transpose(1, 2).flatten(2))
-        bias = torch.exp(self.A * F.softplus(dt)).transpose(-1, -2).to(hidden.dtype)
-        if self.style == "1.0":  # a bias and a mask for every query
-            bias = bias[:, :, None].expand(-1, -1, hidden.shape[1], -1)
-            if attention_mask is not None:
-                attention_mask = attention_mask.expand(-1, KV_HEADS, -1, -1)
-        scale = {"scale" if self.style == "1.0" else "softmax_scale": self.scaling}
-        out, weights = flash_dynamic_mask_attention_forward(self, q, k, v, attention_mask=attention_mask,
-                                                            attention_bias=bias, **scale)
-        assert weights is None
-        return self.o_proj(out.flatten(2)), (q, k, v, bias)
-
-
-@pytest.mark.parametrize("with_mask", [False, True])
-@pytest.mark.parametrize("style", ["1.0", "1.2"])
-def test_a_layer_for_transformers(style, with_mask):
-    torch.manual_seed(0)
-    layer = Attention(48, style).to(DEVICE)
-    hidden = torch.randn(BATCH, LENGTH, 48, device=DEVICE)
-    lower = torch.ones(LENGTH, LENGTH, dtype=torch.bool, device=DEVICE).tril()
-    with torch.autocast(DEVICE, torch.bfloat16):
-        out, (q, k, v, bias) = layer(hidden, lower[None, None].expand(BATCH, 1, -1, -1) if with_mask else None)
-    out.float().square().mean().backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
-    bias = (bias if bias.dim() == 4 else bias[:, :, None]).float().expand(-1, -1, LENGTH, -1)
-    ranked = bias.masked_fill(~lower, -torch.inf)
-    newest = ranked.flip(-1).sort(dim=-1, descending=True, stable=True).indices[..., :24]  # first among equals
-    kept = torch.zeros_like(lower.expand(bias.shape)).scatter(-1, LENGTH - 1 - newest, True) & lower
-    expected = eager(*(x.bfloat16() for x in (q, k, v)), kept, bias)
-    expected = layer.o_proj(expected.transpose(1, 2).flatten(2))
-    torch.testing.assert_close(out.float(), expected, rtol=3e-2, atol=3e-2)
+from cupy_dma.flash_dmattn import CUDA_AVAILABLE, flash_dmattn_func_auto  # noqa: E402
+from tests.project.pages import run_page  # noqa: E402
 
 
 def test_the_documentation_runs():
-    page = (Path(__file__).resolve().parents[2] / "docs" / "coming_from_flash_dmattn.md").read_text()
-    names: dict[str, object] = {}
-    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
-        exec(block, names)
+    names = run_page("coming_from_flash_dmattn.md", gpu=False)
     torch.testing.assert_close(names["out"], names["same"])
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import cupy_dma as dma
 from cupy_dma.torch import DynamicMaskAttention, DynamicMaskSelfAttention
-from cupy_dma.torch.scores import is_linear, layer_scores
+from cupy_dma.torch.scores import is_linear
 from tests.oracle.torch_inputs import HKV, B, D, N, draw, float64, gradients, same
 
 pytestmark = pytest.mark.usefixtures("same_numbers")
@@ -75,17 +75,6 @@ def test_an_adapter_decodes(pieces):
     cache = module.make_cache(B)
     parts = [module.extend(cache, *part) for part in zip(*(x.split(pieces, 1) for x in (q, k, v)))]
     torch.testing.assert_close(torch.cat(parts, 1), module(q, k, v), rtol=1e-9, atol=1e-9)
-
-
-def test_scores_are_of_a_called_module():
-    module, (_, _, v, _) = layer(), draw()
-    calls = []
-    module.dt_proj.register_forward_hook(lambda module, args, out: calls.append(args[0].shape))
-    wanted = dma.key_scores(v, module.dt_proj.weight, module.A)
-    torch.testing.assert_close(module.scores(v), wanted, rtol=1e-12, atol=0)
-    torch.testing.assert_close(module.scores(v[1]), wanted[1], rtol=1e-12, atol=0)
-    assert calls == [(B, N, HKV * D), (N, HKV * D)]
-    torch.testing.assert_close(layer_scores(v, module.dt_proj, module.A), wanted)
 
 
 def hooked(how, seen):
