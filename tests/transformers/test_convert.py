@@ -29,7 +29,8 @@ def test_a_long_window_changes_nothing(name, how, options):
                                      {"scores": "input", "recent": 3}], ids=str)
 @pytest.mark.parametrize("how", ["plain", "left", "packed"])
 def test_the_mask_against_eager_attention(options, how):
-    """Against transformers' eager attention with the mask and the scores written out, layer by layer."""
+    """Against transformers' eager attention with the mask and the scores written out, layer by layer: logits, and the
+    gradients of all parameters."""
     given, real = small.batch(how)
     model = small.converted("llama", **options)
     windows = {str([[9, 4]]): [(9, 4)] * 2, str([4, 12]): [4, 12], str([[9, 4], 6]): [(9, 4), 6]}.get(
@@ -54,27 +55,19 @@ def test_the_mask_against_eager_attention(options, how):
         seen.append(mask.float().mean().item())
         return (weights @ value.repeat_interleave(2, 1)).transpose(1, 2), None
 
-    found = model(**given).logits[real]
+    def results():
+        model.zero_grad()
+        logits = model(**given).logits[real]
+        logits.log_softmax(-1)[:, 7].sum().backward()
+        return logits.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+    found, gradients = results()
+    assert all(x.any() for x in gradients.values())
     with small.attention_by(written_out):
-        expected = model(**given).logits[real]
+        expected, others = results()
     assert len(seen) == 2 and all(share < 0.45 for share in seen)
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
-
-
-def test_it_learns():
-    """First only ``A`` learns; once ``A`` is nonzero, the projection learns too."""
-    model = small.converted("llama")
-    for layer in model.model.layers:
-        torch.nn.init.zeros_(layer.self_attn.A)
-    given, _ = small.batch("plain")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(2):
-        optimizer.zero_grad()
-        model(**given, labels=given["input_ids"]).loss.backward()
-        for layer in model.model.layers:
-            assert layer.self_attn.A.grad.abs().max() > 0
-            assert (layer.self_attn.dt_proj.weight.grad.abs().max() > 0) == (step > 0)
-        optimizer.step()
+    torch.testing.assert_close(gradients, others, rtol=1e-3, atol=1e-3)
 
 
 # ---- budgets ----
@@ -119,31 +112,6 @@ def test_budgets_that_do_not_fit(name, given, error, message):
 
 
 # ---- scores of the layer's input ----
-@pytest.mark.parametrize("how", ["plain", "left"])
-def test_the_projection_of_the_input_learns_at_once(how):
-    """Its gradient arrives through the key bias and agrees with a difference quotient."""
-    model = dmt.convert(small.model_of("llama", "eager"), small.LENGTH, scores="input").double()
-    given, real = small.batch(how)
-
-    def loss():
-        return model(**given).logits[real].log_softmax(-1)[:, 7].mean()
-
-    loss().backward()
-    weights = [layer.self_attn.score_proj.weight for layer in model.model.layers]
-    gradients = [weight.grad for weight in weights]
-    assert all(gradient.any() for gradient in gradients)
-    step = 1e-3  # Llama's norms are float32
-    with torch.no_grad():
-        for weight, gradient in zip(weights, gradients):
-            direction = torch.randn_like(weight)
-            weight += step * direction
-            up = loss()
-            weight -= 2 * step * direction
-            quotient = (up - loss()) / (2 * step)
-            weight += step * direction
-            torch.testing.assert_close((gradient * direction).sum(), quotient, rtol=0.01, atol=1e-5)
-
-
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["llama", "gpt-oss"])
 def test_saved_and_loaded_by_the_input(name, kind, tmp_path):
