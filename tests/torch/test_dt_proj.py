@@ -77,29 +77,19 @@ def test_an_adapter_decodes(pieces):
     torch.testing.assert_close(torch.cat(parts, 1), module(q, k, v), rtol=1e-9, atol=1e-9)
 
 
-def hooked(how, seen):
-    def decorate(module):
-        if how == "instance forward":  # as accelerate does
-            module.forward = functools.partial(lambda forward, x: seen.append(1) or forward(x), module.forward)
-        elif how == "global hook":
-            return nn.modules.module.register_module_forward_hook(
-                lambda m, *_: seen.append(1) if m is module else None)
-        else:
-            getattr(module, f"register_{how}")(lambda *_: seen.append(1))
-    return decorate
-
-
 @pytest.mark.parametrize("how", ["forward_pre_hook", "forward_hook", "full_backward_hook", "full_backward_pre_hook",
                                  "instance forward", "global hook"])
-def test_hooks_run(how):
+def test_hooks_run(how, request):
     module, (q, k, v, _), seen = layer(), draw(), []
-    plain = module(q, k, v)
-    removable = hooked(how, seen)(module.dt_proj)
-    try:
-        out = module(q, k, v)
-    finally:
-        if how == "global hook":
-            removable.remove()
+    plain, projection = module(q, k, v), module.dt_proj
+    if how == "instance forward":  # as accelerate does
+        projection.forward = functools.partial(lambda forward, x: seen.append(1) or forward(x), projection.forward)
+    elif how == "global hook":
+        hook = nn.modules.module.register_module_forward_hook(lambda m, *_: seen.append(1) if m is projection else None)
+        request.addfinalizer(hook.remove)
+    else:
+        getattr(projection, f"register_{how}")(lambda *_: seen.append(1))
+    out = module(q, k, v)
     torch.testing.assert_close(out, plain, rtol=1e-9, atol=1e-9)
     out.sum().backward()
     assert seen == [1]
@@ -112,11 +102,10 @@ def test_hooks_that_change_something():
 
     prune.random_unstructured(module.dt_proj, "weight", 0.5)
     module.dt_proj.weight_orig.data.mul_(2)  # weight itself is still the old value
-    handle = module.dt_proj.register_forward_hook(lambda m, args, out: 3 * out)
+    module.dt_proj.register_forward_hook(lambda m, args, out: 3 * out)
     wanted = layer()
     wanted.dt_proj.weight = nn.Parameter(3 * module.dt_proj.weight_orig.detach() * module.dt_proj.weight_mask)
     torch.testing.assert_close(module(q, k, v), wanted(q, k, v), rtol=1e-9, atol=1e-9)
-    handle.remove()
 
 
 def test_hooks_of_the_layer_see_decoding():

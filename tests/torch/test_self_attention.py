@@ -112,17 +112,6 @@ def test_forward_and_gradients_are_the_definition(options):
         right(a, b, c, factor=3, terms=largest)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_forward_is_its_parts(dtype):
-    """The layer equals the composition of its parts, bit for bit."""
-    module, x = layer(dtype, rope=None, softcap=2.0, form="linear"), tokens(dtype)
-    q, k, v = (project(x).unflatten(-1, (-1, module.head_dim)) for project in (
-        module.q_proj, module.k_proj, module.v_proj))
-    scores = dma.key_scores(v, module.attention.dt_proj.weight, module.attention.A, form="linear")
-    out = dma.dynamic_mask_attention(q, k, v, scores, window=W, softcap=2.0)
-    assert module(x).dtype == dtype and torch.equal(module(x), module.o_proj(out.flatten(2)))
-
-
 def test_axes_in_the_other_order():
     module, x = layer(), tokens()
     other = layer(batch_first=False)
@@ -262,8 +251,11 @@ def test_packed_decoding(options):
 
 
 # ---- torch's module interface ----
-@pytest.mark.parametrize("given", [{}, {"padding": torch.arange(N)[None].expand(B, N) > 2}, {"cu_seqlens": [0, 7, N]}],
-                         ids=lambda given: next(iter(given), "plain"))
+GIVEN = [{}, {"padding": torch.arange(N)[None].expand(B, N) > 2}, {"cu_seqlens": torch.tensor([0, 7, N])}]
+each_given = pytest.mark.parametrize("given", GIVEN, ids=lambda given: next(iter(given), "plain"))
+
+
+@each_given
 def test_checkpointing(given):
     """Gradients are equal bit for bit, and only the input and its options are kept until the backward pass."""
     module, x = layer(qk_norm=True, sinks=1), tokens(requires_grad=True)
@@ -280,9 +272,7 @@ def test_checkpointing(given):
         assert not module(x, **given).requires_grad
 
 
-@pytest.mark.parametrize("given", [{}, {"padding": torch.arange(N)[None].expand(B, N) > 2},
-                                   {"cu_seqlens": torch.tensor([0, 7, N])}],
-                         ids=lambda given: next(iter(given), "plain"))
+@each_given
 @pytest.mark.parametrize("options", [{}, {"qk_norm": True, "sinks": 2, "recent": 3}, {"checkpoint": True},
                                      {"slope": (0.3, -0.1)}], ids=str)
 def test_compile_in_one_graph(given, options):
