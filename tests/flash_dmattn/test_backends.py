@@ -19,14 +19,23 @@ PACKED = {"q": (TOTAL_Q, H, D), "k": (TOTAL_K, HKV, D), "v": (TOTAL_K, HKV, D), 
           "key bias": (HKV, TOTAL_K), "own key bias": (1, TOTAL_K)}
 
 
-def varlen(name, arrays, lengths, longest):
-    """Call a packed function; the last array is the bias."""
+# The arrays of each packed function, its bias last, and its lengths.
+VARLEN = {
+    "flash_dmattn_varlen_func": (("q", "k", "v", "bias"), (CU_Q, CU_K), LONGEST),
+    "flash_dmattn_varlen_qkvpacked_func": (("qkv", "own bias"), (CU_K,), LONGEST[1:]),
+    "flash_dmattn_varlen_kvpacked_func": (("q", "kv", "bias"), (CU_Q, CU_K), LONGEST),
+}
+
+
+def varlen(name, bias="bias"):
+    arrays, lengths, longest = VARLEN[name]
+
     def run(*given, device, backend):
         *rows, bias = given
         bounds = [torch.from_numpy(x).to(device) for x in lengths]
         return getattr(flash_dmattn, name)(*rows, None, bias, *bounds, *longest, is_causal=True, backend=backend)
 
-    return run, {name: PACKED[name] for name in arrays}
+    return run, {array.replace("bias", bias): PACKED[array.replace("bias", bias)] for array in arrays}
 
 
 def batch(name, arrays, **options):
@@ -46,22 +55,11 @@ FUNCTIONS = {
     "flash_dmattn_func": batch("flash_dmattn_func", ("q", "k", "v", "bias"), softcap=3.0),
     "flash_dmattn_qkvpacked_func": batch("flash_dmattn_qkvpacked_func", ("qkv", "own bias")),
     "flash_dmattn_kvpacked_func": batch("flash_dmattn_kvpacked_func", ("q", "kv", "bias")),
-    "flash_dmattn_varlen_func": varlen("flash_dmattn_varlen_func", ("q", "k", "v", "bias"), (CU_Q, CU_K), LONGEST),
-    "flash_dmattn_varlen_qkvpacked_func": varlen("flash_dmattn_varlen_qkvpacked_func", ("qkv", "own bias"), (CU_K,),
-                                                 LONGEST[1:]),
-    "flash_dmattn_varlen_kvpacked_func": varlen("flash_dmattn_varlen_kvpacked_func", ("q", "kv", "bias"), (CU_Q, CU_K),
-                                                LONGEST),
+    **{name: varlen(name) for name in VARLEN},
     "apply_dynamic_mask_attention": (early, HEADS_FIRST),
     "fwd": batch("fwd", ("q", "k", "v", "bias"), keep_window_size=4),
 }
-PER_KEY = {
-    "flash_dmattn_varlen_func": varlen("flash_dmattn_varlen_func", ("q", "k", "v", "key bias"), (CU_Q, CU_K), LONGEST),
-    "flash_dmattn_varlen_qkvpacked_func": varlen("flash_dmattn_varlen_qkvpacked_func", ("qkv", "own key bias"), (CU_K,),
-                                                 LONGEST[1:]),
-    "flash_dmattn_varlen_kvpacked_func": varlen("flash_dmattn_varlen_kvpacked_func", ("q", "kv", "key bias"),
-                                                (CU_Q, CU_K), LONGEST),
-}
-ALL = {**FUNCTIONS, **{f"{name}-per-key": function for name, function in PER_KEY.items()}}
+ALL = {**FUNCTIONS, **{f"{name}-per-key": varlen(name, "key bias") for name in VARLEN}}
 
 
 def results(name, device, backend, dtype):
@@ -119,7 +117,7 @@ def test_on_a_gpu(case):
     check(name, "cuda", backend)
 
 
-@pytest.mark.parametrize("name", PER_KEY)
+@pytest.mark.parametrize("name", VARLEN)
 @pytest.mark.parametrize("backend", ["flex", pytest.param("triton", marks=pytest.mark.gpu)])
 def test_packed_sequences_per_key_are_refused(backend, name):
     if backends.why_not(backend) is not None:
