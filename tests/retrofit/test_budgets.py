@@ -1,6 +1,4 @@
 """How kv heads share a budget of rows."""
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,6 +1,4 @@
 """Retrofit: the parts of the objective, schedules, training of a tiny model, and checkpoints."""
-from __future__ import annotations
-
 import copy
 import subprocess
 import sys

@@ -7,10 +7,11 @@ import copy
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import Tensor
@@ -51,8 +52,11 @@ def outcome(name: str) -> tuple[str, str]:
     try:
         model.set_attn_implementation("cupy_dma")
     except ValueError as error:
-        for change in (model.set_attn_implementation, _from_config(model), lambda _: dmt.convert(model, LENGTH)):
-            assert _reason(_raises(change)) == _reason(error)
+        for change in (lambda: model.set_attn_implementation("cupy_dma"), lambda: dmt.convert(model, LENGTH),
+                       lambda: type(model)._from_config(copy.deepcopy(model.config), attn_implementation="cupy_dma")):
+            with pytest.raises(ValueError) as caught:
+                change()
+            assert _reason(caught.value) == _reason(error)
         assert _same(_state(model), before)
         return _reason(error), "–"
     assert model.config.get_text_config(decoder=True)._attn_implementation == "cupy_dma"
@@ -185,20 +189,6 @@ def _steps(eager: Any, ids: Tensor) -> tuple[int, ...] | None:
         except (AssertionError, AttributeError, RuntimeError, ValueError):  # a limit of transformers
             continue
     return None
-
-
-def _from_config(model: Any) -> Callable[[str], Any]:
-    def build(implementation: str) -> Any:
-        return type(model)._from_config(copy.deepcopy(model.config), attn_implementation=implementation)
-    return build
-
-
-def _raises(change: Callable[[str], Any]) -> ValueError:
-    try:
-        change("cupy_dma")
-    except ValueError as error:
-        return error
-    raise AssertionError("not refused")
 
 
 def _state(model: Any) -> dict[str, Any]:
