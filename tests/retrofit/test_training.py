@@ -270,8 +270,8 @@ def test_checkpointing_is_in_effect():
     for checkpointed in (False, True):
         model = model_of()
         if checkpointed:
-            enable = "activation_checkpointing_enable" if small.VERSION >= (5, 20) else "gradient_checkpointing_enable"
-            getattr(model, enable)({"use_reentrant": False})
+            enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+            enable({"use_reentrant": False})
         count = []
         model.model.layers[0].self_attn.register_forward_pre_hook(lambda *_, count=count: count.append(1))
         torch.manual_seed(3)

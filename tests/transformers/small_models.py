@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import cupy_dma.transformers as dmt
 
@@ -126,6 +127,21 @@ def failing(owner: Any, name: str, *calls: int, error: BaseException | None = No
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, name, method)
         yield
+
+
+class Largest(TorchDispatchMode):
+    """Records the largest number of elements that an operator returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most, self.by = 0, ""
+
+    def __torch_dispatch__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        for x in found if isinstance(found, tuple | list) else [found]:
+            if isinstance(x, Tensor) and x.numel() > self.most:
+                self.most, self.by = x.numel(), str(function)
+        return found
 
 
 def check_unchanged(name: str, how: str, *added: str, **options: Any) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.transformers import small_models as small
 
@@ -136,21 +135,6 @@ def test_compiled(name, how):
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-class _Largest(TorchDispatchMode):
-    """Records the largest number of elements that an operator returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.most, self.by = 0, ""
-
-    def __torch_dispatch__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = function(*args, **(kwargs or {}))
-        for x in found if isinstance(found, tuple | list) else [found]:
-            if isinstance(x, torch.Tensor) and x.numel() > self.most:
-                self.most, self.by = x.numel(), str(function)
-        return found
-
-
 @pytest.mark.parametrize("name, how", [("doge", "plain"), ("doge", "left"), ("llama", "left"), ("mistral", "packed")])
 def test_no_array_of_queries_times_keys(name, how):
     """No tensor, and no array of the NumPy backend, has that size; eager attention makes some of (2, 4, N, N)."""
@@ -158,7 +142,7 @@ def test_no_array_of_queries_times_keys(name, how):
     given, real = small.batch(how, rows=1, length=length)
     model = small.model_of(name, max_position_embeddings=length)
     tracemalloc.start()
-    with _Largest() as largest:
+    with small.Largest() as largest:
         results(model, given, real)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
