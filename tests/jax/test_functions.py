@@ -161,15 +161,6 @@ def test_selection_is_the_definition(name, dtype):
     assert mask.shape == (B, HKV, N) and mask.start.dtype == mask.stop.dtype == jnp.int32
 
 
-def test_attention_with_a_selection_is_dynamic_mask_attention():
-    q, k, v, _ = draw()
-    parameters = recipe()
-    scores = dj.key_scores(v, parameters[0], parameters[1], dt_bias=parameters[2])
-    out = dj.attention(q, k, v, mask=dj.top_w(scores, 5), bias=scores)
-    assert same(out, dj.dynamic_mask_attention(q, k, v, dt_proj=parameters[0], A=parameters[1], dt_bias=parameters[2],
-                                               window=5))
-
-
 # ---- masks ----
 def test_masks_are_pytrees():
     s = draw()[3]

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 import cupy_dma as dma
-from cupy_dma import arrays
-from cupy_dma.arrays import CPU, Device, describe, library_named, numpy_dtype
+from cupy_dma.arrays import CPU, describe, library_named, numpy_dtype
 from tests.oracle import cases
 
 
@@ -114,10 +113,6 @@ def test_gradients_are_never_dropped(torch):
     assert not mask.stop.requires_grad
 
 
-def test_a_device_prints_as_its_users_write_it():
-    assert (str(CPU), str(Device("cuda", 3))) == ("cpu", "cuda:3")
-
-
 def test_importing_needs_and_loads_nothing():
     """Importing takes under 50 ms and loads neither CuPy nor torch nor triton, not even for NumPy work. The best of a
     few runs counts: the machine may be busy, and the first run writes the bytecode."""
@@ -132,22 +127,8 @@ import numpy as np
 x = np.zeros((1, 4, 1, 8), np.float32)
 cupy_dma.dynamic_mask_attention(x, x, x, np.zeros((1, 1, 4), np.float32), window=2)
 assert callable(cupy_dma.attention), "the module hides the function"
-loaded = {"cupy", "torch", "triton"} & set(sys.modules)
+loaded = {"cupy", "torch", "triton", "jax"} & set(sys.modules)
 assert not loaded, loaded
 """
     runs = [subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True) for _ in range(4)]
     assert min(float(run.stdout) for run in runs) < 0.05
-
-
-def test_public_names():
-    assert dma.__version__ == "0.1.0"
-    for name in dma.__all__:
-        assert getattr(dma, name) is not None and name in dir(dma)
-    with pytest.raises(AttributeError, match="no_such_name"):
-        _ = dma.no_such_name
-
-
-def test_libraries_are_found_by_their_arrays(torch):
-    assert arrays.library_of(np.zeros(1), "x") is library_named("numpy")
-    assert arrays.library_of(torch.zeros(1), "x") is library_named("torch")
-    assert arrays.library_of(Producer(np.zeros(1)), "x").base is library_named("numpy")

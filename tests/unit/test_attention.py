@@ -8,7 +8,7 @@ import cupy_dma as dma
 from cupy_dma.backends import numpy as numpy_backend
 from cupy_dma.backends.numpy import forward, tiles
 from tests.oracle import cases, reference
-from tests.oracle.cases import CASES, Case
+from tests.oracle.cases import CASES
 
 
 def draw(rng, *, b=1, lq=60, lk=60, h=2, g=1, d=16, dtype=np.float32):
@@ -195,10 +195,6 @@ def test_memory_is_linear_and_work_follows_the_kept_pairs(rng, monkeypatch):
     print(f"peak {peak / 2**20:.1f} MiB; a bool mask of one head would be {n * n / 2**20:.0f} MiB; needed / gathered "
           f"pairs {needed / gathered:.3f}")
     assert peak < n * n / 4 and needed <= gathered < 1.4 * needed
-
-
-def test_the_grid_names_are_unique():
-    assert len({case.name for case in CASES}) == len(CASES) and all(isinstance(case, Case) for case in CASES)
 
 
 # ---- what the tiles are made of ----

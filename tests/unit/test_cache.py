@@ -9,7 +9,6 @@ import pytest
 
 import cupy_dma as dma
 from cupy_dma.cache.segments import rectangular
-from cupy_dma.cache.state import CacheState
 from cupy_dma.masks.windows import each_head
 from tests.oracle import reference
 from tests.oracle.cache_cases import SCORES, History, draw_scores, packed
@@ -299,22 +298,6 @@ def test_no_sequences(convert):
     out, lse = cache.extend(*history.tokens(0, 4, convert), return_lse=True)
     assert tuple(out.shape) == (0, 4, 4, 8) and tuple(lse.shape) == (0, 4, 4)
     assert tuple(pickle.loads(pickle.dumps(cache)).kept().positions.shape) == (0, 2, 7)
-
-
-def test_properties():
-    cache = dma.DynamicCache(2, 3, 5, 8, 4, "bfloat16", sinks=1, recent=2)
-    assert (cache.window, cache.sinks, cache.recent) == (5, 1, 2)
-    rows = 2 * 3 * 8
-    assert cache.memory_bytes == rows * (2 * (8 + 4) + 4 + 8 + 1) + 2 * 8 + 2 * 3 * 12
-    assert repr(cache) == ("DynamicCache(batch=2, kv_heads=3, window=5, head_dim=8, value_dim=4, dtype='bfloat16', "
-                           "sinks=1, recent=2, library='numpy', device='cpu')")
-    for kind in (np.float16, np.dtype("float16"), "float16"):
-        assert dma.DynamicCache(1, 1, 1, 1, dtype=kind)._state.key.dtype == "float16"
-    torch = pytest.importorskip("torch")
-    assert dma.DynamicCache(1, 1, 1, 1, dtype=torch.bfloat16)._state.key.dtype == "bfloat16"
-    state = cache._state
-    assert (state.batch, state.kv_heads, state.rows, state.head_dim, state.value_dim) == (2, 3, 8, 8, 4)
-    assert CacheState.__dataclass_fields__.keys() >= {"workspace"}
 
 
 def test_the_documentation_runs():

@@ -58,12 +58,6 @@ def test_torch_gradients(compiler, data, torch):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
-def test_against_sdpa(data, torch):
-    q, k, v = (torch.from_numpy(bhnd(x)) for x in data[:3])
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    torch.testing.assert_close(dma.attention(q, k, v, causal=True, layout="bhnd"), expected)
-
-
 def shaped(*shapes):
     return [np.zeros(shape, np.float32) for shape in shapes]
 

@@ -387,7 +387,6 @@ def test_a_key_that_is_seen_again_is_refused(convert):
     assert np.array_equal(convert.back(M.from_startend(convert(columns), check=False).stop)[0, 0, :2], [2**31 - 1, 3])
 
 
-
 @pytest.mark.parametrize(("shape", "causal", "error", "message"), [
     ((N, 1), True, ValueError, r"must have shape \(1\|B, 1\|Hkv\|H, Lk, 1\|2\) with causal=True, got \(7, 1\)"),
     ((1, 1, N, 4), True, ValueError, r"Lk, 1\|2\) with causal=True, got \(1, 1, 7, 4\)"),

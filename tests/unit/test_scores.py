@@ -61,19 +61,6 @@ def test_extreme_states_stay_finite():
     np.testing.assert_allclose(scores, [0, 0, np.log(2), 100, 1e30], 1e-6, 1e-40)
 
 
-def test_both_forms_select_the_same_keys(rng):
-    value, dt_proj, A, _ = draw(rng, dtype="float64", n=60)
-    exp, linear = (dma.key_scores(value, dt_proj, A, form=form) for form in ("exp", "linear"))
-    assert dma.IntervalMask.top_w(exp, 7) == dma.IntervalMask.top_w(linear, 7)
-
-
-def test_zero_A_is_a_sliding_window(rng):
-    value, dt_proj, _, _ = draw(rng)
-    scores = dma.key_scores(value, dt_proj, np.zeros(2, np.float32))
-    assert (scores == 1).all()
-    assert dma.IntervalMask.top_w(scores, 4) == dma.IntervalMask.sliding_window(30, 4)
-
-
 def test_a_nan_stays_with_its_key(rng):
     value, dt_proj, A, _ = draw(rng)
     value[0, 3, 1, 2] = np.nan

@@ -73,12 +73,12 @@ def test_prefix_stop_is_the_definition(problem):
     assert np.array_equal(stop, reference.prefix_stop(scores, window, padding, document))
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("window", [1, 2, 3])
 def test_every_short_row(dtype, window):
     """All short rows over four special values, not only those that a random search finds."""
     rows = list(itertools.product([0.0, -0.0, np.nan, NEGATIVE_NAN, -np.inf, 1.0], repeat=4))
-    scores = np.array(rows, dtype)[:, None]
+    scores = np.array(rows, numpy_dtype(dtype))[:, None]
     assert np.array_equal(dma.IntervalMask.top_w(scores, window).to_dense(4), reference.top_w_dense(scores, window))
 
 
@@ -109,13 +109,6 @@ def test_a_tile_sees_at_most_its_bound(problem):
                 assert (seen <= base + slope * (length - 1)).all()
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-def test_every_float_type(rng, dtype):
-    scores = rng.standard_normal((2, 3, 50)).astype(numpy_dtype(dtype))
-    mask = dma.IntervalMask.top_w(scores, 6)
-    assert np.array_equal(mask.to_dense(50), reference.top_w_dense(scores, 6))
-
-
 def test_float64_scores_are_not_rounded():
     scores = 1 + np.arange(8, 0, -1) * 2.0**-50  # all equal in float32
     assert dma.IntervalMask.top_w(scores[None, None], 1).to_dense(8)[0, 0].argmax(1).tolist() == [0] * 8
@@ -124,8 +117,7 @@ def test_float64_scores_are_not_rounded():
 @pytest.mark.parametrize("window", [30, 31, 10**12])
 def test_a_window_of_all_keys_is_causal(window):
     mask = dma.IntervalMask.top_w(np.zeros((2, 3, 30), np.float32), window)
-    assert mask._causal_only and mask.shape == (2, 3, 30) and mask == dma.IntervalMask.causal(30)
-    assert (mask.stop == NEVER).all()
+    assert mask._causal_only and mask.shape == (2, 3, 30) and (mask.stop == NEVER).all()
     padded = dma.IntervalMask.top_w(np.zeros((2, 3, 30), np.float32), window, padding=np.arange(30)[None] > 3)
     assert not padded._causal_only and padded != mask
 
