@@ -1,14 +1,16 @@
 """Bad input raises before anything is computed, and every message names the argument, the given value and what is
 allowed.
 """
-import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 import cupy_dma as dma
-from cupy_dma import backends
+from cupy_dma import backends, checks
+from cupy_dma.arrays import Device, describe
 from cupy_dma.backends import numpy as numpy_backend
+from tests.oracle.refusals import check_refused
 
 M = dma.IntervalMask
 B, LQ, LK, H, HKV, D = 2, 5, 7, 4, 2, 8
@@ -47,7 +49,6 @@ def torch_tensor(*shape):
 CASES = [
     # types of arguments
     (lambda: attend(query=[1.0]), TypeError, ["query", "builtins.list", "numpy.ndarray"]),
-    (lambda: attend(key="text"), TypeError, ["key", "builtins.str"]),
     (lambda: attend(query=zeros(B, LQ, H, D, dtype=np.int32)), TypeError, ["query", "int32", "float16"]),
     (lambda: attend(key=K.astype(np.float16)), TypeError, ["key", "float16", "float32"]),
     (lambda: attend(value=K.astype(np.float64)), TypeError, ["value", "float64", "float32"]),
@@ -74,12 +75,10 @@ CASES = [
      ["mask", "(1, 3, 7)", "1 or 2 or 4"]),
     (lambda: attend(mask=M.causal(LK, like=torch_tensor(1))), ValueError, ["mask", "torch", "numpy", ".to(query)"]),
     (lambda: attend(mask=zeros(LQ, LK)), TypeError, ["mask", "float32", "bool", "mask == 0", "bias"]),
-    (lambda: attend(mask=zeros(LQ, LK, dtype=np.int64)), TypeError, ["mask", "int64", "bool"]),
     (lambda: attend(mask=zeros(B, LK, dtype=bool)), ValueError,
      ["mask", "(2, 7)", "is (B, Lk)", "mask[:, None, None]", "padding", "(Lq, Lk) = (5, 7)"]),
     (lambda: attend(Q[:, :2], mask=zeros(2, LK, dtype=bool)), ValueError,
      ["mask", "(2, 7)", "fits (Lq, Lk) and (B, Lk)", "mask[:, None, None]", "mask[None, None]", "padding"]),
-    (lambda: attend(mask=(M.causal(LK), zeros(B, LK, dtype=bool))), ValueError, ["mask", "(B, Lk)"]),
     (lambda: attend(mask=zeros(LQ, 6, dtype=bool)), ValueError, ["mask", "(1, 1, 5, 6)", "1 or 7"]),
     (lambda: attend(mask=zeros(B, 3, LQ, LK, dtype=bool)), ValueError, ["mask", "(2, 3, 5, 7)", "1 or 2 or 4"]),
     (lambda: attend(mask=zeros(B, LQ, LK, dtype=bool)), ValueError, ["mask", "(2, 5, 7)"]),
@@ -87,7 +86,6 @@ CASES = [
     (lambda: attend(mask="causal"), TypeError, ["mask", "builtins.str"]),
     (lambda: attend(mask=(M.causal(LK), None)), TypeError, ["mask", "tuple", "NoneType", "IntervalMask"]),
     (lambda: attend(mask=[M.causal(LK), M.causal(8)]), ValueError, ["mask", "(1, 1, 8)", "(1 or 2, 1 or 2 or 4, 7)"]),
-    (lambda: attend(mask=(zeros(LQ, LK, dtype=bool), zeros(LQ, LK))), TypeError, ["mask", "float32", "bool"]),
     (lambda: attend(mask=(zeros(LQ, LK, dtype=bool), zeros(LQ, 6, dtype=bool))), ValueError, ["mask", "1 or 7"]),
     # biases
     (lambda: attend(bias=zeros(B, HKV, LK, dtype=np.int64)), TypeError, ["bias", "int64", "float32"]),
@@ -104,7 +102,6 @@ CASES = [
     (lambda: attend(softcap=1e39), ValueError, ["softcap", "1e+39", "1.7e38", "float32"]),
     (lambda: attend(softcap=1e-46), ValueError, ["softcap", "1e-46", "1.2e-38", "float32"]),
     (lambda: attend(scale=-1e39), ValueError, ["scale", "-1e+39", "1.7e38", "float32"]),
-    (lambda: dynamic(scale=2e38), ValueError, ["scale", "2e+38", "1.7e38"]),
     (lambda: attend(softcap=None), TypeError, ["softcap", "None", "real number"]),
     (lambda: attend(causal="yes"), TypeError, ["causal", "'yes'", "True or False"]),
     (lambda: attend(deterministic=1), TypeError, ["deterministic", "1", "True or False"]),
@@ -122,7 +119,6 @@ CASES = [
     (lambda: dma.key_scores(K, torch_tensor(HKV, HKV * D), A), TypeError, ["dt_proj", "torch", "numpy"]),
     # selection
     (lambda: M.top_w(SCORES, 0), ValueError, ["window", "0", "at least 1"]),
-    (lambda: M.top_w(SCORES, -3), ValueError, ["window", "-3", "at least 1"]),
     (lambda: M.top_w(SCORES, 2.0), TypeError, ["window", "2.0", "int"]),
     (lambda: M.top_w(SCORES, True), TypeError, ["window", "True", "int"]),
     (lambda: M.top_w(SCORES, 3, keys="window"), ValueError, ["keys", "'window'", "'prefix' or 'global'"]),
@@ -142,8 +138,6 @@ CASES = [
     (lambda: M(zeros(LK), zeros(LK, dtype=np.int32)), TypeError, ["start", "float32", "int32"]),
     (lambda: M(zeros(LK, dtype=np.int32), zeros(LK, dtype=np.int16)), TypeError, ["stop", "int16", "int32"]),
     (lambda: M(zeros(LK, dtype=np.int32), zeros(6, dtype=np.int32)), ValueError, ["start", "stop", "(7,)", "(6,)"]),
-    (lambda: M(zeros(2, 1, LK, dtype=np.int32), zeros(3, 1, LK, dtype=np.int32)), ValueError,
-     ["start", "stop", "(2, 1, 7)", "(3, 1, 7)"]),
     (lambda: M(*[zeros(1, 1, 1, LK, dtype=np.int32)] * 2), ValueError, ["start", "(1, 1, 1, 7)", "1 to 3 axes"]),
     (lambda: M(*[zeros(2 * LK, dtype=np.int32)[::2]] * 2), ValueError, ["start", "last axis", "stride 2"]),
     (lambda: M.causal(-1), ValueError, ["key_length", "-1", "at least 0"]),
@@ -179,15 +173,9 @@ CASES = [
     (lambda: dynamic(A=A), ValueError, ["A", "dt_proj", "scores"]),
     (lambda: dynamic(dt_bias=A), ValueError, ["dt_bias", "dt_proj", "scores"]),
     (lambda: dynamic(causal=False), ValueError, ["causal=False", "keys='prefix'", "keys='global'"]),
-    (lambda: dynamic(window=0), ValueError, ["window", "0", "at least 1"]),
-    (lambda: dynamic(keys="all"), ValueError, ["keys", "'all'", "'prefix' or 'global'"]),
     (lambda: dynamic(scores=zeros(B, 3, LK)), ValueError, ["scores", "(2, 3, 7)", "2 or 4"]),
     (lambda: dynamic(scores=zeros(1, HKV, LK)), ValueError, ["scores", "(1, 2, 7)", "(2, 2 or 4, 7)"]),
     (lambda: dynamic(padding=zeros(B, 6, dtype=bool)), ValueError, ["padding", "(2, 6)", "(1 or 2, 7)"]),
-    (lambda: dynamic(None, dt_proj=DT, A=A, padding=zeros(B, LK)), TypeError, ["padding", "float32", "bool"]),
-    (lambda: dynamic(None, dt_proj=DT, A=A, documents=np.array([0, 9])), ValueError, ["documents", "[0, 9]", "7"]),
-    (lambda: dynamic(None, dt_proj=DT, A=A, form="no"), ValueError, ["form", "'no'", "'exp' or 'linear'"]),
-    (lambda: dynamic(softcap=-2), ValueError, ["softcap", "-2", "at least 0"]),
     # gradients
     (lambda: backward(dout=Q.astype(np.float16)), TypeError, ["dout", "query's type", "float16"]),
     (lambda: backward(dout=Q[:, :1]), ValueError, ["dout", "query's shape", "(2, 1, 4, 8)"]),
@@ -199,12 +187,7 @@ CASES = [
     (lambda: backward(dlse=zeros(B, H)), ValueError, ["dlse", "(B, H, Lq)", "(2, 4)"]),
     (lambda: backward(needs="queries"), ValueError, ["needs", "'queries'", "'query'"]),
     (lambda: backward(needs=("query", "scores")), ValueError, ["needs", "'scores'", "'bias'"]),
-    (lambda: backward(bias=zeros(3, HKV, LK)), ValueError, ["bias", "(3, 2, 7)"]),
-    (lambda: backward(softcap=-1.0), ValueError, ["softcap", "at least 0"]),
-    (lambda: backward(backend="flux"), ValueError, ["backend", "'flux'", "'flex'"]),
-    (lambda: dynamic_backward(window=0), ValueError, ["window", "0", "at least 1"]),
     (lambda: dynamic_backward(needs=("bias",)), ValueError, ["needs", "'bias'", "'dt_proj'"]),
-    (lambda: dynamic_backward(dt_proj=DT, A=A), ValueError, ["scores", "dt_proj", "both"]),
     (lambda: dynamic_backward(None, dt_proj=DT, A=A, lse=Q), ValueError, ["lse", "(B, H, Lq)"]),
     (lambda: dma.backward.key_scores_backward(zeros(B, LK), K, DT, A), ValueError, ["dscores", "(2, 7)", "(2, 2, 7)"]),
     (lambda: dma.backward.key_scores_backward(SCORES, K, DT, A, form="log"), ValueError, ["form", "'log'"]),
@@ -223,14 +206,7 @@ def test_bad_input(number, monkeypatch):
     # no kernel may have been launched
     for name in ("attention", "key_scores", "prefix_stop", "attention_backward", "key_scores_backward"):
         monkeypatch.setattr(numpy_backend, name, lambda *arguments: pytest.fail("launched before all checks"))
-    with pytest.raises(kind) as caught:
-        call()
-    message = str(caught.value)
-    print(message)
-    assert caught.type is kind
-    for fragment in fragments:
-        assert fragment in message, f"{fragment!r} not in {message!r}"
-    assert re.search(r"got|cannot|not|needs|must", message)
+    check_refused(kind, fragments, call)
 
 
 def test_the_same_calls_with_good_input_pass():
@@ -240,26 +216,15 @@ def test_the_same_calls_with_good_input_pass():
     dma.key_scores(K, DT, A, dt_bias=A, backend="numpy")
 
 
-def test_a_mask_from_another_device_is_refused(monkeypatch):
+def test_a_mask_from_another_device_is_refused():
     """Messages about mixed devices need no second device, because the checks only read Operands."""
-    from dataclasses import replace
-
-    from cupy_dma import checks
-    from cupy_dma.arrays import Device, describe
-
-    q = describe(Q, "query")
-    far = replace(describe(K, "key"), device=Device("cuda", 1))
     with pytest.raises(ValueError, match=r"query is on cpu, key is on cuda:1"):
-        checks.require_same_device((q, None, far))
+        far = replace(describe(K, "key"), device=Device("cuda", 1))
+        checks.require_same_device((describe(Q, "query"), None, far))
 
 
 # ---- the choice of a backend ----
-def on_cuda(name="query"):
-    from dataclasses import replace
-
-    from cupy_dma.arrays import Device, describe
-
-    return replace(describe(Q, name), device=Device("cuda", 0))
+ON_CUDA = replace(describe(Q, "query"), device=Device("cuda", 0))
 
 
 def test_available_backends():
@@ -274,9 +239,9 @@ def test_a_backend_that_cannot_run_says_why(monkeypatch):
     monkeypatch.setattr(backends, "_loaded", {})
     monkeypatch.setattr(backends, "import_module", lambda name: (_ for _ in ()).throw(ImportError("no CuPy here")))
     with pytest.raises(RuntimeError, match=r"query on cuda:0.*no CuPy here.*backend='numpy'"):
-        backends.choose(None, (on_cuda(),))
+        backends.choose(None, (ON_CUDA,))
     with pytest.raises(RuntimeError, match=r"backend='cuda'.*no CuPy here"):
-        backends.choose("cuda", (on_cuda(),))
+        backends.choose("cuda", (ON_CUDA,))
 
 
 def test_the_choice_follows_the_arrays(monkeypatch):
@@ -284,8 +249,8 @@ def test_the_choice_follows_the_arrays(monkeypatch):
         unavailable = staticmethod(lambda: None)
 
     monkeypatch.setattr(backends, "_loaded", {"numpy": numpy_backend, "cuda": Cuda})
-    assert backends.choose(None, (None, on_cuda())) is Cuda
-    assert backends.choose("cuda", (on_cuda(),)) is Cuda
-    assert backends.choose("numpy", (on_cuda(),)) is numpy_backend
+    assert backends.choose(None, (None, ON_CUDA)) is Cuda
+    assert backends.choose("cuda", (ON_CUDA,)) is Cuda
+    assert backends.choose("numpy", (ON_CUDA,)) is numpy_backend
     with pytest.raises(ValueError, match=r"backend='cuda' takes CUDA arrays, but query is on cpu"):
         attend(backend="cuda")

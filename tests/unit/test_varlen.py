@@ -93,12 +93,7 @@ def int32(*values):
     (lambda: attend(key=K[:, :, :4]), ValueError, ["key", "D=8", "(15, 2, 4)"]),
     (lambda: attend(value=V[:3]), ValueError, ["value", "(15, 2, 8)", "(3, 2, 8)"]),
     (lambda: attend(key=PAGES, value=PAGES), ValueError, ["key", "(total_k, Hkv, D)", "(3, 4, 2, 8)"]),
-    (lambda: attend(query=Q[:, :3]), ValueError, ["query", "H % Hkv", "3 query heads"]),
-    (lambda: attend(value=V.astype(np.float16)), TypeError, ["value", "float32", "float16"]),
-    (lambda: attend(query=Q.astype(np.int32)), TypeError, ["query", "int32"]),
     (lambda: attend(cu_seqlens_q=[0, 4.5, 12]), TypeError, ["cu_seqlens_q", "[0, 4.5, 12]", "list of ints"]),
-    (lambda: attend(cu_seqlens_q="0 12"), TypeError, ["cu_seqlens_q", "str"]),
-    (lambda: attend(cu_seqlens_q=[0, 4, 13]), ValueError, ["cu_seqlens_q", "length 12", "13"]),
     (lambda: attend(cu_seqlens_q=int32(0, 4, 10)), ValueError,
      ["cu_seqlens_q", "end at query's length 12", "[0, 4, 10]", "rows 10 to 11", "tail_padding=True"]),
     (lambda: attend(cu_seqlens_k=[0, 5, 14]), ValueError,
@@ -121,8 +116,6 @@ def int32(*values):
     (lambda: attend(seqused_k=int32(-1, 1)), ValueError, ["seqused_k", "[-1, 1]"]),
     (lambda: attend(max_seqlen_q=-1), ValueError, ["max_seqlen_q", "-1"]),
     (lambda: attend(max_seqlen_k=1.5), TypeError, ["max_seqlen_k", "1.5"]),
-    (lambda: attend(causal=1), TypeError, ["causal", "1"]),
-    (lambda: attend(softcap=-1), ValueError, ["softcap", "-1"]),
     # masks and biases
     (lambda: attend(mask=M.causal(14)), ValueError, ["mask", "(1, 1|Hkv|H, total_k)", "15", "(1, 1, 14)"]),
     (lambda: attend(mask=np.ones((1, 1, 12, 15), bool)), NotImplementedError, ["mask", "IntervalMask", "dense"]),
@@ -143,14 +136,9 @@ def int32(*values):
     (lambda: paged(mask=M.causal(15)), ValueError, ["mask", "max_pages * page_size", "8", "(1, 1, 15)"]),
     (lambda: paged(bias=tokens(2, 8)), ValueError, ["bias", "max_pages * page_size", "(2, 8)"]),
     # selections
-    (lambda: dynamic(), ValueError, ["scores", "dt_proj", "neither"]),
-    (lambda: dynamic(tokens(2, 15), window=0), ValueError, ["window", "0"]),
-    (lambda: dynamic(tokens(2, 15), keys="last"), ValueError, ["keys", "'last'", "'prefix'"]),
     (lambda: dynamic(tokens(2, 15), causal=False), ValueError, ["causal", "global"]),
-    (lambda: dynamic(tokens(2, 15), A=tokens(2)), ValueError, ["A", "dt_proj"]),
     (lambda: dynamic(tokens(1, 15)), ValueError, ["scores", "(Hkv|H, total_k)", "(1, 15)"]),
     (lambda: dynamic(tokens(2, 14)), ValueError, ["scores", "15", "(2, 14)"]),
-    (lambda: dynamic(dt_proj=tokens(2, 16)), ValueError, ["A", "None"]),
     (lambda: dynamic(dt_proj=tokens(2, 16), A=tokens(2), block_table=TABLE), ValueError, ["scores", "block_table"]),
 ])
 def test_errors(call, error, words):
