@@ -1,6 +1,5 @@
 """Every kernel compiles for every supported architecture without excessive spills; the cache notices changes; missing
 headers give a helpful error. Needs NVRTC and the CUDA headers, no GPU."""
-import dataclasses
 import itertools
 import re
 import struct
@@ -53,14 +52,6 @@ def case(*values, quick: bool):
     return pytest.param(*values, marks=() if quick else pytest.mark.slow)
 
 
-@pytest.fixture
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("CUPY_DMA_CACHE_DIR", str(tmp_path))
-    jit.compile.cache_clear()
-    yield tmp_path
-    jit.compile.cache_clear()
-
-
 def specialisations(limit: int, every: bool) -> list[jit.Config]:
     """Each kernel with each of its options at least once; ``every``: also head dims of each tile shape, and an odd
     one."""
@@ -68,7 +59,7 @@ def specialisations(limit: int, every: bool) -> list[jit.Config]:
     found += [configs.SelectConfig(*flags) for flags in itertools.product((False, True), repeat=3)]
     found += [configs.DocumentConfig(kind) for kind in ("int", "long long")]
     found += [sums.SumConfig(element) for element in configs.ELEMENTS.values()]
-    found += [configs.ListConfig(causal, block) for causal in (False, True) for block in (64,)]
+    found += [configs.ListConfig(causal, 64) for causal in (False, True)]
     found += [configs.DenseConfig(queries) for queries in (8, 32, 128)] + [configs.DenseSupersConfig()]
     found += [configs.LifetimesConfig(causal) for causal in (False, True)]
     found.append(configs.LifetimesConfig(False, sequences=True))
@@ -78,27 +69,25 @@ def specialisations(limit: int, every: bool) -> list[jit.Config]:
               configs.ScoreConfig("__half", "__half", "float", 64, 32, 8, True, False, True, True),
               configs.ScoreConfig("__nv_bfloat16", "__nv_bfloat16", "__half", 128, 8, 8, True, False, True, False),
               configs.ScoreConfig("float", "__half", "float", 33, 3, 2, False, True, False, False)]
+    size = limit * 1024
     dims = {64: "KEYS_LISTED", 128: "KEYS_LISTED", 192: "KEYS_SHARED", 256: "KEYS_LISTED", 96: "KEYS_CONTIGUOUS",
             1: "KEYS_LISTED"}
     for i, (head_dim, keys) in enumerate(dims.items() if every else [*dims.items()][1:6:4]):
-        heads = 1 if head_dim % 64 else 2
-        found.append(configs.ForwardConfig(("__half", "__nv_bfloat16")[i % 2], head_dim, head_dim % 8 == 0, heads,
-                                        *tiles.tile_shape(head_dim, limit * 1024), keys,
-                                        causal=keys == "KEYS_CONTIGUOUS", bias=head_dim != 96,
-                                        softcap=head_dim in (192, 1)))
-        options = {"causal": keys == "KEYS_CONTIGUOUS", "bias": head_dim != 96, "softcap": head_dim in (192, 1)}
-        element, vector, size = ("__nv_bfloat16", "__half")[i % 2], head_dim % 8 == 0, limit * 1024
-        found.append(configs.BackwardDqConfig(element, head_dim, vector, heads,
-                                                 *tiles.backward_dq_tile(head_dim, size), keys, **options))
-        found.append(configs.BackwardDkvConfig(
-            element, head_dim, vector, *tiles.backward_dkv_tile(head_dim, size),
-            ("KEYS_LISTED", "KEYS_CONTIGUOUS", "KEYS_SHARED")[i % 3], intervals=keys != "KEYS_CONTIGUOUS",
-            dim_slices=2 if head_dim > 128 else 1, dkey=True, dvalue=True, dbias=i % 2 == 0, **options))
+        elements = ("__half", "__nv_bfloat16")[::-1 if i % 2 else 1]
+        found += attention(*elements, head_dim, size, 1 if head_dim % 64 else 2, keys,
+                           ("KEYS_LISTED", "KEYS_CONTIGUOUS", "KEYS_SHARED")[i % 3], dbias=i % 2 == 0,
+                           bias=head_dim != 96, softcap=head_dim in (192, 1))
         if head_dim in (1, 128, 256):
             found += dense_specialisations("__nv_bfloat16", head_dim, size, ("float", "__nv_bfloat16", "__half")[i % 3],
                                            bits=head_dim != 1)
-    found += float32_specialisations(limit * 1024, every) + sequences(limit * 1024)
-    found += decoding()[::2 if every else 4]
+    dims = {33: "KEYS_LISTED", 128: "KEYS_LISTED", 256: "KEYS_SHARED", 192: "KEYS_CONTIGUOUS"}
+    for head_dim, keys in dims.items() if every else [*dims.items()][1:3]:
+        found += attention("float", "float", head_dim, size, 2, keys,
+                           "KEYS_CONTIGUOUS" if keys == "KEYS_CONTIGUOUS" else "KEYS_LISTED")
+        if head_dim == 128 or (head_dim == 256 and limit > 99):
+            found += dense_specialisations("float", head_dim, size, "__half" if head_dim == 256 else "float",
+                                           bits=head_dim != 128)
+    found += sequences(size) + decoding()[::2 if every else 4]
     found += [configs.BackwardPreprocessConfig("float", 100, True),
               configs.BackwardPreprocessConfig("__half", 33, False),
               configs.BackwardReduceConfig("float", 100, True, False, True, True, True),
@@ -110,25 +99,19 @@ def specialisations(limit: int, every: bool) -> list[jit.Config]:
     return found
 
 
-def float32_specialisations(limit: int, every: bool) -> list[jit.Config]:
-    """The attention kernels of float32."""
-    found: list[jit.Config] = []
-    dims = {33: "KEYS_LISTED", 128: "KEYS_LISTED", 256: "KEYS_SHARED", 192: "KEYS_CONTIGUOUS"}
-    for head_dim, keys in dims.items() if every else [*dims.items()][1:3]:
-        vector, options = head_dim % 4 == 0, {"causal": keys == "KEYS_CONTIGUOUS", "bias": True, "softcap": False}
-        found += [
-            configs.ForwardConfig("float", head_dim, vector, 2, *tiles.tile_shape(head_dim, limit, size=4), keys,
-                                  **options),
-            configs.BackwardDqConfig("float", head_dim, vector, 2,
-                                        *tiles.backward_dq_tile(head_dim, limit, size=4), keys, **options),
-            configs.BackwardDkvConfig(
-                "float", head_dim, vector, *tiles.backward_dkv_tile(head_dim, limit, size=4),
-                "KEYS_CONTIGUOUS" if keys == "KEYS_CONTIGUOUS" else "KEYS_LISTED", intervals=keys != "KEYS_CONTIGUOUS",
-                dim_slices=2 if head_dim > 128 else 1, dkey=True, dvalue=True, dbias=True, **options)]
-        if head_dim == 128 or (head_dim == 256 and limit > 99 * 1024):
-            found += dense_specialisations("float", head_dim, limit, "__half" if head_dim == 256 else "float",
-                                           bits=head_dim != 128)
-    return found
+def attention(forward: str, backward: str, head_dim: int, limit: int, heads: int, keys: str, keys_of_dkv: str,
+              dbias: bool = True, bias: bool = True, softcap: bool = False) -> list[jit.Config]:
+    """The attention kernels for these elements of the forward and of the backward pass."""
+    size, plain = configs.ELEMENT_BYTES[forward], keys == "KEYS_CONTIGUOUS"
+    vector, options = head_dim * size % 16 == 0, {"causal": plain, "bias": bias, "softcap": softcap}
+    return [
+        configs.ForwardConfig(forward, head_dim, vector, heads, *tiles.tile_shape(head_dim, limit, size=size), keys,
+                              **options),
+        configs.BackwardDqConfig(backward, head_dim, vector, heads, *tiles.backward_dq_tile(head_dim, limit, size),
+                                 keys, **options),
+        configs.BackwardDkvConfig(backward, head_dim, vector, *tiles.backward_dkv_tile(head_dim, limit, size),
+                                  keys_of_dkv, intervals=not plain, dim_slices=2 if head_dim > 128 else 1, dkey=True,
+                                  dvalue=True, dbias=dbias, **options)]
 
 
 def dense_specialisations(element: str, head_dim: int, limit: int, bias: str, bits: bool) -> list[jit.Config]:
@@ -170,14 +153,18 @@ def sequences(limit: int) -> list[jit.Config]:
     return [*found, configs.BackwardReduceConfig(element, 128, True, False, True, True, True, True)]
 
 
+def of_rows(dtype: str, size: int, rows: int, delay: bool | None = None) -> tuple[Any, ...]:
+    """The fields that decode kernels share; by default only those of head dim 33 have a delay."""
+    return (configs.ELEMENTS[dtype], size, size, size % 8 == 0, rows, split.WARPS,
+            size == 33 if delay is None else delay, split.min_blocks(size, size, dtype, rows))
+
+
 def decoding() -> list[jit.Config]:
     """The decode kernels: rows of each length, with one and two operands of query heads."""
     found: list[jit.Config] = [last_queries.LastQueriesConfig(intervals=intervals) for intervals in (False, True)]
     for dtype, size, rows in (("bfloat16", 64, 2), ("float16", 128, 16), ("bfloat16", 128, 4), ("float16", 256, 8),
                               ("float32", 64, 16), ("float32", 128, 2), ("float16", 33, 3)):
-        element, vector = configs.ELEMENTS[dtype], size % 8 == 0
-        common = (element, size, size, vector, rows, split.WARPS, size == 33,
-                  split.min_blocks(size, size, dtype, rows))
+        common = of_rows(dtype, size, rows)
         found += [step.StepConfig(*common, attend, 1) for attend in (True, False)]
         found += [step.StepConfig(*common, True, 1, *rest) for rest in ((True, False), (False, True), (True, True))]
         found += [flash_decode.FlashDecodeConfig(*common[:-1], min(3, common[-1]), *rest) for rest in (
@@ -186,8 +173,7 @@ def decoding() -> list[jit.Config]:
                                              ("bfloat16", 128, 16, 8, False), ("float16", 256, 8, 4, False),
                                              ("float32", 64, 16, 2, False), ("float32", 256, 8, 1, True),
                                              ("float16", 33, 12, 4, True)):
-        element, vector = configs.ELEMENTS[dtype], size % 8 == 0
-        common = (element, size, size, vector, rows, split.WARPS, size == 33, split.min_blocks(size, size, dtype, rows))
+        common = of_rows(dtype, size, rows)
         found += [step.StepConfig(*common, True, 1, size == 64, ragged, slots, True, tokens)
                   for ragged in (False, True)]
         found.append(step.StepConfig(*common, slots, 1, slots=True))  # of one token
@@ -195,10 +181,9 @@ def decoding() -> list[jit.Config]:
     for storage, dtype, size, rows, tokens in ((1, "bfloat16", 128, 4, 1), (2, "float16", 128, 16, 4),
                                                (2, "bfloat16", 64, 8, 1), (1, "float16", 256, 8, 1),
                                                (2, "float32", 128, 4, 1), (2, "bfloat16", 33, 2, 2)):
-        element, vector = configs.ELEMENTS[dtype], size % 8 == 0
-        common = (element, size, size, vector, rows, split.WARPS, False, split.min_blocks(size, size, dtype, rows))
+        common = of_rows(dtype, size, rows, delay=False)
         found += [step.StepConfig(*common, True, 1, planned=tokens > 1, tokens=tokens, storage=storage),
-                  codes.QuantizeConfig(element, size, size, storage)]
+                  codes.QuantizeConfig(common[0], size, size, storage)]
     found += [chunk.ChunkConfig(chunk.UNITS[unit], 0) for unit in (16, 4, 2)]
     found += [chunk.ChunkConfig(chunk.UNITS[unit], storage, configs.ELEMENTS[dtype])
               for unit, storage, dtype in ((16, 1, "bfloat16"), (16, 2, "float16"), (4, 2, "float32"),
@@ -416,13 +401,6 @@ def test_gradients_that_do_not_fit_are_refused(tile):
         tile(241, 99 * 1024, 4, "float")
 
 
-@needs_compiler
-def test_a_broken_kernel_gives_the_compilers_words(own_cache, monkeypatch):
-    monkeypatch.setattr(jit, "source_text", lambda name: "this is no CUDA\n")
-    with pytest.raises(jit.CompileError, match=r"LayoutConfig.*sm_80(.|\n)*error"):
-        jit.compile(configs.LayoutConfig("__half"), "sm_80")
-
-
 def test_missing_headers_are_named(monkeypatch):
     monkeypatch.setattr(jit, "nvrtc_version", lambda: (12, 9))
     monkeypatch.setattr(jit, "_header_candidates", lambda: [])
@@ -453,43 +431,18 @@ def test_headers_of_the_compilers_version_are_preferred(monkeypatch, tmp_path):
 
 
 def test_the_params_struct_is_read_from_the_source():
-    text = ("struct P {\n    const int* a;  // first\n    long long b, c;  // e; f\n    int d;\n    float e;\n"
-            "    int f;\n};\n")
-    params = Params(text, "P")
-    assert params.types["a"] == "const int*" and params.types["c"] == "long long"
-    assert params.names == ["a", "b", "c", "d", "e", "f"]
-    packed = params.pack(a=1, b=-2, c=3, d=4, e=0.5, f=6)
-    assert packed == struct.pack("=Qqqifi", 1, -2, 3, 4, 0.5, 6) + b"\0" * 4
+    members = "const float* a;  // first; second", "int b, c[3];", "long long d;", "float e;", "int f, g;"
+    params = Params("struct P {\n    " + "\n    ".join(members) + "\n};\n", "P")
+    assert params.names == [*"abcdefg"]
+    assert [params.types[name] for name in "acd"] == ["const float*", "int[3]", "long long"]
+    packed = params.pack(a=1, b=-2, c=struct.pack("=2i", 3, 4), d=5, e=0.5, f=6, g=7)
+    assert packed == struct.pack("=Qiiiiqfiii", 1, -2, 3, 4, 0, 5, 0.5, 6, 7, 0)
+    assert params.pack_some({"a": 1}, {"d": 5}) == struct.pack("=Qiiiiqfiii", 1, 0, 0, 0, 0, 5, 0, 0, 0, 0)
     with pytest.raises(KeyError):
         params.pack(a=1)
-
-
-def test_an_array_in_the_params_struct():
-    params = Params("struct P {\n    float* a;\n    int b, c[3];\n    long long d;\n};\n", "P")
-    assert params.names == ["a", "b", "c", "d"] and params.types["c"] == "int[3]"
-    packed = params.pack_some({"a": 1, "b": 2, "c": struct.pack("=2i", 3, 4)}, {"d": 5})
-    assert packed == struct.pack("=Qiiiiq", 1, 2, 3, 4, 0, 5)
-    assert params.pack_some({"a": 1}) == struct.pack("=Qiiiiq", 1, 0, 0, 0, 0, 0)
     for members in ("long long a[3]", "int a[N]"):
         with pytest.raises(ValueError, match="arrays of int"):
             Params(f"struct P {{\n    {members};\n}};\n", "P")
-
-
-@pytest.mark.parametrize(("source", "name"), [
-    ("common/params.cuh", "AttentionParams"), ("select/prefix_top_w.cu", "SelectParams"),
-    ("sm90/split_kv.cuh", "Splits"), ("sm90/combine.cu", "CombineParams"), ("lists/intervals.cu", "ListParams"),
-    ("lists/lifetimes.cu", "LifetimeParams"),
-    ("common/sums.cu", "SumParams"), ("common/sums.cu", "SplitParams"),
-    ("select/key_scores.cu", "ScoreParams"), ("select/key_scores_backward.cu", "ScoreBackwardParams"),
-    ("lists/varlen.cu", "SequenceParams"), ("decode/step.cu", "StepParams"),
-    ("decode/flash_decode.cu", "FlashDecodeParams"), ("select/last_queries_top_w.cu", "LastQueriesParams"),
-    ("select/documents.cu", "DocumentParams"), ("select/documents.cu", "RunParams"),
-    ("lists/dense_mask.cu", "DenseParams"), ("lists/dense_macro_tiles.cu", "SuperParams")])
-def test_every_params_struct_can_be_read(source, name):
-    params = jit.params(source, name)
-    assert len(set(params.names)) == len(params.names) >= 5
-    fields = {name: b"" if "[" in kind else 1 for name, kind in params.types.items()}
-    assert len(params.pack(**fields)) % 8 == 0
 
 
 def test_every_kernel_waits_for_those_ahead_of_it():
@@ -500,17 +453,6 @@ def test_every_kernel_waits_for_those_ahead_of_it():
         assert len(kernels) == text.count(" __global__ ") > 0
         for kernel in kernels:
             assert "\n    wait_for_earlier_kernels();\n" in kernel, f"{path.name}: {kernel[:99]}"
-
-
-def test_includes_are_inlined_once():
-    text = jit.source_text("sm80/forward.cu")
-    assert '#include "' not in text and text.count("struct KeyBlocks {") == 1 and "#pragma once" not in text
-
-
-def test_a_prelude_defines_every_field():
-    config = configs.ListConfig(causal=True, block_n=64)
-    assert config.prelude() == "#define CAUSAL 1\n#define BLOCK_N 64\n#define SEQUENCES 0\n"
-    assert len(dataclasses.fields(config)) == 3
 
 
 def test_selection_chunks_are_powers_of_two():

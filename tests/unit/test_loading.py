@@ -1,9 +1,9 @@
 """Kernels that share a driver function, and cubins that are cleared while they are loaded. CuPy and the compiler are
 stand-ins: modules are memoized by path and device, as in CuPy, and functions have limits, as in the driver."""
+import shutil
 import sys
 import threading
 import time
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -69,27 +69,14 @@ class Cupy:
 
 
 @pytest.fixture
-def cupy(monkeypatch, tmp_path):
+def cupy(monkeypatch, compiled):
     found = Cupy()
-    compiled = Counter()
-
-    def run_nvrtc(text, config, arch):
-        compiled[config] += 1
-        return b"cubin", ""
-
-    monkeypatch.setenv("CUPY_DMA_CACHE_DIR", str(tmp_path))
     monkeypatch.setitem(sys.modules, "cupy", found)
-    monkeypatch.setattr(jit, "nvrtc_version", lambda: (12, 9))
-    monkeypatch.setattr(jit, "headers_digest", lambda: "headers")
-    monkeypatch.setattr(jit, "_run_nvrtc", run_nvrtc)
     monkeypatch.setattr(jit, "device_arch", lambda index: "sm_90a")
     monkeypatch.setattr(launch, "_limits", {})
     monkeypatch.setattr(launch, "library", lambda: SimpleNamespace(cuLaunchKernelEx=None, cuDriverGetVersion=None))
     monkeypatch.setattr(launch, "supports_pdl", lambda capability: False)
-    found.compiled = compiled
-    jit.compile.cache_clear()
-    yield found
-    jit.compile.cache_clear()
+    return found
 
 
 CONFIG, OTHER = configs.LayoutConfig("__half"), configs.LayoutConfig("float")
@@ -159,18 +146,16 @@ def test_threads_set_one_limit_at_a_time(cupy):
 
 # ---- cubins that are cleared ----
 @pytest.mark.parametrize("how", ["clear", "remove the folder"])
-def test_a_cleared_cubin_is_made_again(cupy, tmp_path, how):
+def test_a_cleared_cubin_is_made_again(cupy, compiled, how):
     """For another entry, or another device, in a running process."""
-    import shutil
-
     kernel(0)
-    disk_cache.clear() if how == "clear" else shutil.rmtree(tmp_path)
+    disk_cache.clear() if how == "clear" else shutil.rmtree(disk_cache.directory())
     kernel(0, entry="g")
     kernel(0, index=1)
-    assert cupy.compiled == {CONFIG: 2} and jit.compile(CONFIG, "sm_90a").path.exists()
+    assert compiled == {CONFIG: 2} and jit.compile(CONFIG, "sm_90a").path.exists()
 
 
-def test_a_cubin_that_is_cleared_between_compiling_and_loading(cupy):
+def test_a_cubin_that_is_cleared_between_compiling_and_loading(cupy, compiled):
     cleared = []
 
     def clear(path):
@@ -179,14 +164,14 @@ def test_a_cubin_that_is_cleared_between_compiling_and_loading(cupy):
 
     cupy.before_load = clear
     kernel(0)
-    assert cleared == [(2, cleared[0][1])] * 3 and cupy.compiled == {CONFIG: 4}
+    assert cleared == [(2, cleared[0][1])] * 3 and compiled == {CONFIG: 4}
 
 
-def test_other_errors_of_loading_are_raised(cupy):
+def test_other_errors_of_loading_are_raised(cupy, compiled):
     def fail(path):
         raise RuntimeError("CUDA_ERROR_INVALID_IMAGE")
 
     cupy.before_load = fail
     with pytest.raises(RuntimeError, match="INVALID_IMAGE"):
         kernel(0)
-    assert cupy.compiled == {CONFIG: 1}
+    assert compiled == {CONFIG: 1}
