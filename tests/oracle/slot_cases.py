@@ -1,5 +1,7 @@
 """A cache whose sequences come and go in slots, compared with a separate cache per sequence. Shared by NumPy, torch,
 CuPy and the emulator."""
+import copy
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,6 +13,7 @@ from tests.oracle.arrays import host
 from tests.oracle.cache_cases import History, packed
 
 OPERATIONS = ("extend", "extend", "extend", "update", "speculate", "speculate", "reset", "all")
+COPIES = ("select", "reorder", "save", "pickle")
 
 
 @dataclass
@@ -74,6 +77,8 @@ class Slots:
 
     def step(self, what: str) -> None:
         """Make one call, and check that other sequences keep all their bits."""
+        if what in COPIES:
+            return self._copy(what)
         rng, batch = self.rng, self.case.batch
         before = [self.arrays(slot) for slot in range(batch)]
         slots = rng.permutation(batch)[:0 if rng.random() < 0.05 else rng.integers(1, batch + 1)]
@@ -92,6 +97,28 @@ class Slots:
         assert lengths == [text.done for text in self.texts]
         for slot in named:
             if self.texts[slot].done:
+                self._check_kept(slot)
+
+    def _copy(self, what: str) -> None:
+        """Go on with a copy of some or all sequences; the cache it was copied from changes."""
+        before, rows = self.cache, list(range(self.case.batch))
+        if what in ("select", "reorder"):
+            rows = self.rng.integers(0, len(rows), self.rng.integers(1, 5) if what == "select" else len(rows)).tolist()
+            self.texts = [replace(self.texts[row], outs=[*self.texts[row].outs]) for row in rows]
+            self.case = replace(self.case, batch=len(rows))
+        if what == "select":
+            self.cache = before.select_batch(rows)
+        elif what == "reorder":
+            self.cache = before.clone()
+            self.cache.reorder(rows)
+        elif what == "save":
+            self.cache = self.case.cache(self.convert, **self.options)
+            self.cache.load_state_dict(before.state_dict())
+        else:
+            self.cache = pickle.loads(pickle.dumps(copy.deepcopy(before)))
+        before.reset()
+        for slot, text in enumerate(self.texts):
+            if text.done:
                 self._check_kept(slot)
 
     def _reset(self, slots: np.ndarray) -> None:

@@ -63,23 +63,6 @@ def test_against_the_oracle(case, lengths, convert):
     case.check_kept(cache)
 
 
-@pytest.mark.parametrize("seed", range(24))
-def test_random_pieces(seed, convert):
-    rng = np.random.default_rng(seed)
-    window, sinks, recent = (int(x) for x in (rng.integers(1, 12), rng.integers(0, 5), rng.integers(0, 5)))
-    lengths = rng.integers(0, 9, 8)
-    history = History(length=int(lengths.sum()), window=window, sinks=sinks, recent=recent, seed=seed, head_dim=4,
-                      scores=("ties", "nan", "zeros", "infinite", "increasing", "decreasing")[seed % 6], batch=1)
-    cache = history.cache(convert)
-    done = 0
-    for n in lengths.tolist():
-        out, lse = history.run(cache, [n], convert, begin=done)
-        done += n
-        history.check_kept(cache, done - 1)
-        if n and history.scores not in ("nan", "infinite"):
-            history.check(out, lse, begin=done - n, tf32=convert.gpu)
-
-
 def check_invariants(state, position):
     """The invariants of ``lowest`` and ``free`` at the next position, as documented in cupy_dma/cache/state.py."""
     state = rectangular(state)

@@ -1,23 +1,18 @@
 """``GatedCache`` against attention over the whole text, with its recorded stops and with an explicit mask."""
 from __future__ import annotations
 
-import copy
-import pickle
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import cupy_dma as dma
 from cupy_dma.cache import gated_cache
 from cupy_dma.masks.windows import each_head, widest
 from tests.oracle.arrays import host
-from tests.oracle.cache_cases import History, packed
+from tests.oracle.cache_cases import History
 
 THRESHOLD = -1.0
 
@@ -98,89 +93,6 @@ def test_against_the_mask_written_out(case, lengths, convert):
     case.check(*case.run(cache, lengths, convert), tf32=tf32)
     case.check_kept(cache)
     case.check_replay(cache, convert, tf32)
-
-
-@pytest.mark.feature("numpy forward", "GatedCache", "extend, stops, replayed")
-@settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_any_appends_batches_and_bounds(data):
-    """Pieces of any lengths, and sequences that are selected, reordered, repeated and saved: each gives attention over
-    its own text with its own stops."""
-    draw = data.draw
-    capacity = draw(st.sampled_from([None, 1, 2, 5, (2, 7)]))
-    case = Gates(batch=draw(st.integers(1, 3)), length=48, heads=2, head_dim=4, capacity=capacity, dtype="float64",
-                 recent=draw(st.integers(1, 6)), sinks=draw(st.integers(0, 3)), seed=draw(st.integers(0, 99)),
-                 add_gates=draw(st.booleans()), values=draw(st.sampled_from(
-                     [(-np.inf, 0.0), (0.0,), (-2.0, -1.0, -0.5, 0.0), (np.nan, -3.0, 0.0)])))
-    if case.add_gates and np.isnan(case.values[0]):
-        case = replace(case, add_gates=False)  # NaN gates would reach logits
-    text = {name: array[:1] for name, array in case.data.items()}  # the tokens of each sequence so far
-    rows = draw(st.sampled_from([(64, 32, 16), (2, 1, 1)]))  # or growth at nearly every token, different for each head
-    with mock.patch.multiple(gated_cache, **dict(zip(("ROWS", "SPARE", "MULTIPLE"), rows))):
-        check_any_appends(draw, case, text)
-
-
-def check_any_appends(draw, case, text):
-    cache, seen = case.cache(), [[] for _ in range(case.batch)]
-    outs: list[list[Any]] = [[] for _ in seen]
-    for _ in range(draw(st.integers(1, 6))):
-        what = draw(st.sampled_from(["extend", "extend", "extend", "select", "reorder", "save", "pickle", "update"]))
-        if what in ("select", "reorder"):
-            count = len(seen) if what == "reorder" else draw(st.integers(1, 4))
-            rows = draw(st.lists(st.integers(0, len(seen) - 1), min_size=count, max_size=count))
-            if what == "select":
-                cache = cache.select_batch(rows)
-            else:
-                cache.reorder(rows)
-            seen, outs = [[*seen[r]] for r in rows], [[*outs[r]] for r in rows]
-        elif what == "save":
-            other = replace(case, batch=len(seen)).cache()
-            other.load_state_dict(cache.state_dict())
-            cache = other
-        elif what == "pickle":
-            cache = pickle.loads(pickle.dumps(copy.deepcopy(cache)))
-        else:
-            most = draw(st.sampled_from([1, 1, 3, 8]))
-            added = [draw(st.integers(0, most)) for _ in seen]
-            picks = [[draw(st.integers(0, case.length - 1)) for _ in range(n)] for n in added]
-            tokens = [np.full((len(seen), most, *text[x].shape[2:]), np.nan) for x in ("query", "key", "value")]
-            tokens.append(np.full((len(seen), 2, most), np.nan, np.float32))
-            for b, pick in enumerate(picks):
-                for array, name in zip(tokens, ("query", "key", "value")):
-                    array[b, :len(pick)] = text[name][0, pick]
-                tokens[3][b, :, :len(pick)] = text["scores"][0][:, pick]
-            options: dict[str, Any] = {"lengths": np.array(added)}
-            if draw(st.booleans()):
-                tokens, bounds = packed(tokens, added)
-                options = {"cu_seqlens": bounds}
-            if what == "update":
-                cache.update(*tokens[1:], **options)
-                found = [[None] * n for n in added]
-            else:
-                out = cache.extend(*tokens, add_gates=case.add_gates, **options)
-                found = [out[b, :n] for b, n in enumerate(added)] if "lengths" in options else [
-                    out[bounds[b]:bounds[b + 1]] for b in range(len(added))]
-            for b, pick in enumerate(picks):
-                seen[b] += pick
-                outs[b] += list(found[b])
-    stops, kept = cache.stops(), cache.kept().positions
-    for b, pick in enumerate(seen):
-        alone = replace(case, batch=1, length=len(pick))
-        alone.__dict__["data"] = {name: array[:, :, pick] if name == "scores" else array[:, pick]
-                                  for name, array in text.items()}
-        if not pick:
-            assert (kept[b] == -1).all()
-            continue
-        mask = dma.IntervalMask.from_stop(stops[b:b + 1, :, :len(pick)])
-        np.testing.assert_array_equal(mask.to_dense(len(pick)), alone.mask)
-        for g in range(2):
-            assert kept[b, g][kept[b, g] >= 0].tolist() == np.flatnonzero(alone.mask[0, g, -1]).tolist()
-        x = alone.data
-        bias = {"bias": x["scores"], "bias_delay": case.recent} if case.add_gates else {}
-        expected = dma.attention(x["query"], x["key"], x["value"], mask=mask, **bias)[0]
-        for found, wanted in zip(outs[b], expected):
-            if found is not None:
-                np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-12)
 
 
 def test_rows_follow_the_open_gates():

@@ -9,7 +9,7 @@ import cupy_dma as dma
 from cupy_dma.cache import gated_cache
 from tests.oracle.arrays import host
 from tests.oracle.cache_cases import History, packed
-from tests.oracle.slot_cases import Slots
+from tests.oracle.slot_cases import COPIES, OPERATIONS, Slots
 from tests.unit.test_gated_cache import Gates
 
 CASES = [
@@ -20,7 +20,10 @@ CASES = [
     History(dtype="bfloat16", recent=2, options={"storage": "fp8"}),
     History(window=(9, 3), sinks=1, recent=1, value_dim=5, options={"storage": "int8"}),
     Gates(dtype="float16", options={"storage": "int8", "record_stops": True}),
-    Gates(), Gates(capacity=3), Gates(capacity=(1, 6), sinks=0, add_gates=False)]
+    *(History(scores=scores, window=window, sinks=sinks, recent=recent) for scores, window, sinks, recent in (
+        ("zeros", 11, 0, 4), ("infinite", 4, 3, 0), ("increasing", 1, 2, 1), ("decreasing", 8, 4, 3))),
+    Gates(), Gates(capacity=3), Gates(capacity=(1, 6), sinks=0, add_gates=False), Gates(dtype="float64", capacity=1),
+    Gates(recent=1, sinks=3, values=(np.nan, -3.0, 0.0), add_gates=False), Gates(capacity=2, values=(0.0,))]
 
 
 @pytest.mark.feature("cuda numpy forward", "DynamicCache", "slots, attend, commit", "update")
@@ -32,7 +35,7 @@ def test_sequences_come_and_go(case, seed, convert):
     rooms = {"ROWS": 2, "SPARE": 1, "MULTIPLE": 1}  # makes a growing cache grow at nearly every token
     with mock.patch.multiple(gated_cache, **rooms):
         Slots(replace(case, batch=4, length=30, head_dim=4), np.random.default_rng(seed), convert,
-              convert.gpu).run(30)
+              convert.gpu).run(30, OPERATIONS + COPIES)
 
 
 @pytest.mark.feature("cuda numpy forward", "DynamicCache", "lengths, cu_seqlens")
