@@ -106,6 +106,7 @@ class Slots:
             rows = self.rng.integers(0, len(rows), self.rng.integers(1, 5) if what == "select" else len(rows)).tolist()
             self.texts = [replace(self.texts[row], outs=[*self.texts[row].outs]) for row in rows]
             self.case = replace(self.case, batch=len(rows))
+            rows = self.convert(np.array(rows, np.int32)) if self.rng.random() < 0.5 else rows
         if what == "select":
             self.cache = before.select_batch(rows)
         elif what == "reorder":

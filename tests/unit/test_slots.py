@@ -26,7 +26,7 @@ CASES = [
     Gates(recent=1, sinks=3, values=(np.nan, -3.0, 0.0), add_gates=False), Gates(capacity=2, values=(0.0,))]
 
 
-@pytest.mark.feature("cuda numpy forward", "DynamicCache", "slots, attend, commit", "update")
+@pytest.mark.feature("cuda numpy forward", "DynamicCache", "slots, attend, commit", "update", "reorder")
 @pytest.mark.feature("cuda numpy forward", "GatedCache", "slots, attend, commit")
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("seed", range(2))
