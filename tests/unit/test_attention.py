@@ -28,15 +28,6 @@ def test_forward_grid(case):
     cases.check(case, *cases.run(case))
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.name.startswith(("mask-", "causal-and-", "bias-"))],
-                         ids=str)
-def test_forward_in_many_chunks(case, monkeypatch):
-    """The same grid with tiles of 32 queries and chunks of 5 keys, so that the online softmax takes many steps."""
-    monkeypatch.setattr(tiles, "KEY_CHUNK", 5)
-    monkeypatch.setattr(tiles, "TILE_ROWS", 1)
-    cases.check(case, *cases.run(case))
-
-
 def test_the_grid_is_not_vacuous():
     """Most rows of most cases see some keys and not others."""
     mixed = 0
@@ -72,10 +63,9 @@ def test_a_bad_row_reaches_only_the_queries_that_see_it(rng, bad, where):
     (k if where == "key" else v)[0, 20, 0, 3] = bad
     p, j = np.arange(60)[:, None], np.arange(60)
     dense = ((j <= p) & (j > p - 5))[None, None]
-    out, _ = compare(q, k, v, dense, mask=dma.IntervalMask.sliding_window(60, 5))
-    assert np.isfinite(out[:, :20]).all() and np.isfinite(out[:, 25:]).all()
-    assert not np.isfinite(out[:, 20:25]).all()
-    compare(q, k, v, dense, mask=dense)
+    for mask in (dense, dma.IntervalMask.sliding_window(60, 5)):
+        out, _ = compare(q, k, v, dense, mask=mask)
+        assert np.isfinite(np.delete(out, np.s_[20:25], 1)).all() and not np.isfinite(out[:, 20:25]).all()
 
 
 def test_a_nan_score_stays_visible(rng):
@@ -192,8 +182,6 @@ def test_memory_is_linear_and_work_follows_the_kept_pairs(rng, monkeypatch):
     finally:
         tracemalloc.stop()
     needed = int(dma.IntervalMask.top_w(scores, 512).count(n).sum()) * 2  # two query heads per kv head
-    print(f"peak {peak / 2**20:.1f} MiB; a bool mask of one head would be {n * n / 2**20:.0f} MiB; needed / gathered "
-          f"pairs {needed / gathered:.3f}")
     assert peak < n * n / 4 and needed <= gathered < 1.4 * needed
 
 
