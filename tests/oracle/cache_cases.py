@@ -12,6 +12,7 @@ import numpy as np
 import cupy_dma as dma
 from cupy_dma.arrays import library_named, numpy_dtype
 from cupy_dma.cache.storage import fake_quantized
+from cupy_dma.masks.interval import NEVER
 from cupy_dma.masks.windows import widest
 from tests.oracle import reference
 from tests.oracle.arrays import host
@@ -143,6 +144,7 @@ class History:
         stops = cache.stops()
         mask = dma.IntervalMask.from_stop(np.array(host(stops)))
         np.testing.assert_array_equal(mask.to_dense(self.length), self.mask)
+        np.testing.assert_array_equal(host(stops) == NEVER, self.mask[:, :, -1])
         rows = (convert(self.data[name]) for name in ("query", "key", "value"))
         bias = {name: convert(x) if isinstance(x, np.ndarray) else x for name, x in self.bias.items()}
         found = dma.attention(*rows, mask=dma.IntervalMask.from_stop(stops), scale=self.scale, softcap=self.softcap,

@@ -25,6 +25,9 @@ EXACT = History(length=24, batch=1, heads=2, kv_heads=1, dtype="float64", window
 DELAYED = [History(bias_delay=delay, sinks=1, recent=2, scores=scores)
            for delay in (1, 4, 9, 12, 13, 20, 39, 40, 2**30) for scores in ("distinct", "hidden")] + [
            History(bias_delay=6, softcap=2.0, value_dim=5), History(bias_delay=6, dtype="bfloat16", window=3)]
+RECORDED = [replace(history, options={"record_stops": True}) for history in (
+    History(), History(sinks=2, recent=3), History(window=(9, 3), recent=5), History(scores="nan", sinks=1),
+    History(bias_delay=4, scores="hidden", recent=4), History(window=50), History(dtype="bfloat16", recent=2))]
 
 
 # ---- the full history ----
@@ -43,7 +46,7 @@ def test_step_by_step(scores, sinks, recent, convert):
     history.check(np.concatenate(outs, 1), np.concatenate(lses, 2), tf32=convert.gpu)
 
 
-@pytest.mark.feature("cuda numpy forward", "DynamicCache", "extend, pieces", "extend, every")
+@pytest.mark.feature("cuda numpy forward", "DynamicCache", "extend, pieces", "extend, every", "stops, replayed")
 @pytest.mark.parametrize("case", [
     History(dtype="float16"), History(dtype="bfloat16"), History(dtype="float64", sinks=1, recent=2),
     History(heads=2), History(heads=6, kv_heads=2), History(heads=8, kv_heads=1), History(heads=1, kv_heads=1),
@@ -52,7 +55,7 @@ def test_step_by_step(scores, sinks, recent, convert):
     History(window=1, recent=1), History(window=39), History(window=40),
     History(window=100, sinks=50, recent=50), *DELAYED,
     History(window=(3, 9)), History(window=(12, 1), sinks=2, recent=3), History(window=(40, 5), scores="nan"),
-    History(window=(9, 2), bias_delay=3, scores="hidden"), *EIGHT_BITS], ids=str)
+    History(window=(9, 2), bias_delay=3, scores="hidden"), *EIGHT_BITS, *RECORDED], ids=str)
 @pytest.mark.parametrize("lengths", [[1] * 40, [40], [13, 1, 1, 5, 20]], ids=["steps", "whole", "pieces"])
 def test_against_the_oracle(case, lengths, convert):
     if case.dtype == "float64" and convert.gpu:
@@ -61,6 +64,8 @@ def test_against_the_oracle(case, lengths, convert):
     out, lse = case.run(cache, lengths, convert)
     case.check(out, lse, tf32=convert.gpu)
     case.check_kept(cache)
+    if cache._record is not None:
+        case.check_replay(cache, convert, convert.gpu)
 
 
 def check_invariants(state, position):
@@ -115,6 +120,26 @@ def test_nan_values_reach_only_queries_that_see_them(lengths, convert):
     cache.reset()
     history.data["value"][:, 9] = 1
     history.check(*history.run(cache, lengths, convert), tf32=tf32)
+
+
+def test_the_record_is_asked_for():
+    history = History(length=20)
+    cache = history.cache()
+    history.run(cache, [20])
+    with pytest.raises(RuntimeError, match="make it with record_stops=True"):
+        cache.stops()
+    recorded = history.cache(record_stops=True)
+    with pytest.raises(KeyError, match="must contain recorded"):
+        recorded.load_state_dict(cache.state_dict())
+    empty = recorded.memory_bytes
+    history.run(recorded, [20])
+    stops = recorded.stops()
+    assert stops.dtype == np.int32 and stops.shape == (2, 2, 20)
+    assert recorded.memory_bytes == empty + 2 * 2 * 20 * 4
+    with pytest.raises(TypeError, match="record_stops must be"):
+        history.cache(record_stops="yes")
+    nobody = replace(history, batch=0).cache(record_stops=True)
+    assert nobody.stops().shape == (0, 2, 0)
 
 
 # ---- unbounded decoding ----
