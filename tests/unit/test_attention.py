@@ -115,25 +115,18 @@ def test_arguments_that_a_backend_receives(rng, monkeypatch):
 
     monkeypatch.setattr(numpy_backend, "attention", record)
     q, k, v = draw(rng, b=2, h=4, g=2, d=8)
-    for shape, expected, strides in [
-        ((2, 2, 60), (2, 2, 1, 60), (120, 60, 0, 1)), ((1, 1, 60), (1, 1, 1, 60), (0, 0, 0, 1)),
-        ((2, 4, 1), (2, 4, 1, 1), (4, 1, 0, 0)), ((1, 4, 60, 60), (1, 4, 60, 60), (0, 3600, 60, 1)),
-        ((2, 1, 60, 1), (2, 1, 60, 1), (60, 0, 1, 0)),
-    ]:
-        bias = np.zeros(shape, np.float32)
-        dma.attention(q, k, v, bias=bias, scale=0.5, softcap=2, causal=True, deterministic=True)
-        call = calls.pop()
-        assert (call.bias.shape, call.bias.strides, call.bias.pointer) == (expected, strides, bias.ctypes.data)
-        assert (call.scale, call.softcap, call.causal, call.deterministic, call.mask) == (0.5, 2.0, True, True, None)
-        assert (call.batch, call.heads, call.kv_heads, call.query_length, call.key_length, call.head_dim) == (
-            2, 4, 2, 60, 60, 8)
-    for shape, strides in [((60, 60), (0, 0, 60, 1)), ((2, 1, 60, 60), (3600, 0, 60, 1)),
-                           ((1, 2, 60, 1), (0, 60, 1, 0))]:
-        dense = np.zeros(shape, bool)
-        dma.attention(q, k, v, mask=dense)
-        call = calls.pop()
-        assert (call.dense.shape, call.dense.strides) == ((1,) * (4 - len(shape)) + shape, strides)
-        assert call.dense.pointer == dense.ctypes.data and call.mask is None
+    sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "query_length": 60, "key_length": 60, "head_dim": 8}
+    options = {"scale": 0.5, "softcap": 2.0, "causal": True, "deterministic": True}
+    for kind, shapes in ((np.float32, ((2, 2, 60), (1, 1, 60), (2, 4, 1), (1, 4, 60, 60), (2, 1, 60, 1))),
+                         (bool, ((60, 60), (2, 1, 60, 60), (1, 2, 60, 1)))):
+        for shape in shapes:
+            array = np.zeros(shape, kind)
+            dma.attention(q, k, v, **{"mask" if kind is bool else "bias": array}, **options)
+            call, axes = calls.pop(), array[:, :, None] if array.ndim == 3 else array[(None,) * (4 - array.ndim)]
+            operand = call.dense if kind is bool else call.bias
+            strides = tuple(step // array.itemsize if size > 1 else 0 for size, step in zip(axes.shape, axes.strides))
+            assert (operand.shape, operand.strides, operand.pointer) == (axes.shape, strides, array.ctypes.data)
+            assert call.mask is None and {name: getattr(call, name) for name in sizes | options} == sizes | options
     for shape in ((1, 2, 1, 60), (2, 1, 1, 1), (1, 60)):  # equal for every query: becomes an interval mask
         dense = rng.random(shape) < 0.5
         dma.attention(q, k, v, mask=dense)
@@ -186,17 +179,6 @@ def test_memory_is_linear_and_work_follows_the_kept_pairs(rng, monkeypatch):
 
 
 # ---- what the tiles are made of ----
-@pytest.mark.parametrize("kind", [np.float32, np.float64])
-@pytest.mark.parametrize("instead", [0.0, -np.inf])
-def test_hide_overwrites_anything_and_nothing_else(kind, instead):
-    x = np.array([[[1, np.nan, np.inf, -0.0], [-np.inf, 5, np.nan, 1e-45]]] * 2, kind)
-    visible = np.array([[True, False, False, True], [False, True, True, True]])
-    found = x.copy()
-    tiles.hide(found, visible, instead)
-    expected = np.where(visible, x, kind(instead))
-    assert found.tobytes() == expected.tobytes()
-
-
 def test_scratch_keeps_its_memory():
     rng, scratch = np.random.default_rng(0), tiles.Scratch()
     for shape in ((2, 9, 4), (2, 5, 4), (1, 3, 4)):

@@ -140,18 +140,6 @@ def test_a_bad_row_reaches_only_visible_pairs(rng, bad, where):
     assert not all(np.isfinite(x).all() for x in found)
 
 
-def test_logits_of_minus_infinity_count_as_nothing(rng):
-    q, k, v, dout = draw(rng)
-    (out, lse), found = both_ways(q, k, v, dout, bias=np.full((1, 1, 60), -np.inf, np.float32))
-    assert np.isneginf(lse).all() and all((x == 0).all() for x in (out, *found))
-    bias = np.zeros((1, 1, 60), np.float32)
-    bias[..., ::2] = -np.inf
-    hidden, cut = (gradients(q, k, v, dout, **option)
-                   for option in ({"bias": bias}, {"mask": np.broadcast_to(bias[0] == 0, (60, 60)).copy()}))
-    for a, b in zip(hidden[:3], cut):
-        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
-
-
 # ---- laws ----
 @pytest.mark.feature("numpy forward backward", "attention", "bitwise")
 def test_the_same_bits_every_time(rng):

@@ -1,5 +1,4 @@
 """The selection is exact: its integers equal those of the definition and of a heap, for every kind of score."""
-import heapq
 import itertools
 
 import numpy as np
@@ -8,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cupy_dma as dma
-from cupy_dma.arrays import describe, numpy_dtype
-from cupy_dma.backends import numpy as numpy_backend
+from cupy_dma.arrays import numpy_dtype
 from cupy_dma.masks.interval import NEVER
 from tests.oracle import reference
 
@@ -57,22 +55,6 @@ def test_top_w_is_the_definition(problem, keys, query_length):
     assert np.array_equal(np.broadcast_to(mask.to_dense(query_length), expected.shape), expected)
 
 
-@given(problems())
-@quick
-def test_prefix_stop_is_the_definition(problem):
-    scores, window, padding, documents = problem
-    document = None
-    if documents is not None:
-        numbers = reference.document_numbers(documents, scores.shape[2])
-        document = np.array([[int(np.flatnonzero(row == x)[0]) for x in row] for row in numbers],
-                            np.int32).reshape(numbers.shape)
-    stop = numpy_backend.prefix_stop(describe(scores, "scores"), window,
-                                     None if padding is None else describe(padding, "padding"),
-                                     None if document is None else describe(document, "documents"))
-    assert stop.dtype == np.int32
-    assert np.array_equal(stop, reference.prefix_stop(scores, window, padding, document))
-
-
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("window", [1, 2, 3])
 def test_every_short_row(dtype, window):
@@ -80,20 +62,6 @@ def test_every_short_row(dtype, window):
     rows = list(itertools.product([0.0, -0.0, np.nan, NEGATIVE_NAN, -np.inf, 1.0], repeat=4))
     scores = np.array(rows, numpy_dtype(dtype))[:, None]
     assert np.array_equal(dma.IntervalMask.top_w(scores, window).to_dense(4), reference.top_w_dense(scores, window))
-
-
-@given(st.lists(st.sampled_from(SPECIAL), min_size=1, max_size=60), st.integers(1, 70))
-@quick
-def test_top_w_against_a_heap(values, window):
-    """Another independent implementation: a heap of (is NaN, score, index), updated along the row."""
-    heap, kept = [], []
-    for j, value in enumerate(np.float32(values).tolist()):
-        heapq.heappush(heap, (value != value, 0.0 if value != value else value, j))
-        if len(heap) > window:
-            heapq.heappop(heap)
-        kept.append({entry[2] for entry in heap})
-    dense = dma.IntervalMask.top_w(np.float32(values)[None, None], window).to_dense(len(values))[0, 0]
-    assert [set(np.flatnonzero(row).tolist()) for row in dense] == kept
 
 
 @given(problems(max_length=40))
