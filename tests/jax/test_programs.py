@@ -13,6 +13,7 @@ from cupy_dma.backends import numpy as numpy_backend  # noqa: E402
 from cupy_dma.backends.cuda.runtime import program as cuda_program  # noqa: E402
 from cupy_dma.jax import programs  # noqa: E402
 from cupy_dma.jax.tasks import Task  # noqa: E402
+from cupy_dma.masks.selection import selection_hints  # noqa: E402
 from tests.emulator import BACKEND, build, hopper_gpu  # noqa: E402
 from tests.jax import fake_gpu  # noqa: E402
 from tests.jax.draws import HKV, B, N, draw, recipe, same  # noqa: E402
@@ -49,6 +50,13 @@ def direct(monkeypatch):
     return found
 
 
+def close(found, expected):
+    """Loss and gradients are equal up to float16."""
+    assert np.isclose(found[0], expected[0], rtol=1e-3)
+    for x, y in zip(found[1], expected[1]):
+        np.testing.assert_allclose(x.astype(jnp.float32), y.astype(jnp.float32), rtol=0.02, atol=0.02)
+
+
 # ---- on the emulator ----
 @needs_emulator
 def test_a_training_step_is_two_programs(made, direct):
@@ -62,16 +70,13 @@ def test_a_training_step_is_two_programs(made, direct):
         return jnp.sum(out.astype(jnp.float32) ** 2) + jnp.sum(jnp.sin(lse))
 
     step = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3, 4)), static_argnums=5)
-    value, found = step(q, k, v, *parameters, "emulator")
+    found = step(q, k, v, *parameters, "emulator")
     assert [(x.task.operation, x.built, x.workspace > 0) for x in made] == [
         ("dynamic", True, True), ("backward", True, True)]
     assert direct == []
     again = step(q, k, v, *parameters, "emulator")
-    assert all(map(same, jax.tree.leaves((value, found)), jax.tree.leaves(again))) and len(made) == 2
-    expected = step(q, k, v, *parameters, "numpy")
-    assert np.isclose(value, expected[0], rtol=1e-3)
-    for x, y in zip(found, expected[1]):
-        np.testing.assert_allclose(x.astype(jnp.float32), y.astype(jnp.float32), rtol=0.02, atol=0.02)
+    assert all(map(same, jax.tree.leaves(found), jax.tree.leaves(again))) and len(made) == 2
+    close(found, step(q, k, v, *parameters, "numpy"))
 
 
 @needs_emulator
@@ -107,12 +112,9 @@ def test_hopper_kernels_in_programs(made):
         return jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)))(q, k, v, s)
 
     with hopper_gpu():
-        value, found = step("emulator")
+        found = step("emulator")
     assert [x.built for x in made] == [True, True]
-    expected = step("numpy")
-    assert np.isclose(value, expected[0], rtol=1e-3)
-    for x, y in zip(found, expected[1]):
-        np.testing.assert_allclose(x.astype(jnp.float32), y.astype(jnp.float32), rtol=0.02, atol=0.02)
+    close(found, step("numpy"))
 
 
 @needs_emulator
@@ -128,15 +130,8 @@ def test_documents_and_global_keys_are_in_programs(made, direct):
 
 
 # ---- through the buffers of a GPU ----
-def forward_task(**options):
-    return Task("dynamic", None, options=(False, 0.3, 0.0, False), hints=programs_hints(), selection=(5, "prefix"),
-                **options)
-
-
-def programs_hints():
-    from cupy_dma.masks.selection import selection_hints
-
-    return selection_hints(5, N, "prefix", False, False)
+FORWARD = Task("dynamic", None, options=(False, 0.3, 0.0, False), selection=(5, "prefix"),
+               hints=selection_hints(5, N, "prefix", False, False))
 
 
 def operands(dtype=jnp.float16):
@@ -150,7 +145,7 @@ def test_a_plan_through_a_gpus_buffers(monkeypatch, direct):
     real = cuda_program.Program.run_at
     monkeypatch.setattr(cuda_program.Program, "run_at", lambda self, addresses, stream: (
         streams.append((self.device, stream)), real(self, addresses, stream)))
-    program, found = fake_gpu.call(forward_task(), operands())
+    program, found = fake_gpu.call(FORWARD, operands())
     assert program.built and direct == [] and streams == [(programs.Device("cuda", 0), fake_gpu.STREAM)]
     q, k, v, s = draw(dtype=jnp.float16)
     out, lse = dj.dynamic_mask_attention(q, k, v, s, window=5, scale=0.3, return_lse=True, backend="emulator")
@@ -162,15 +157,15 @@ def test_a_plan_through_a_gpus_buffers(monkeypatch, direct):
 @needs_emulator
 def test_a_plan_is_made_for_each_gpu(monkeypatch):
     fake_gpu.install(monkeypatch, BACKEND)
-    program, found = fake_gpu.call(forward_task(), operands(), device=1)
+    program, found = fake_gpu.call(FORWARD, operands(), device=1)
     assert {device.index for device in program._programs} == {0, 1} and all(program._programs.values())
-    assert same(found["out"], fake_gpu.call(forward_task(), operands())[1]["out"])
+    assert same(found["out"], fake_gpu.call(FORWARD, operands())[1]["out"])
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 def test_without_a_plan_through_a_gpus_buffers(monkeypatch, direct, dtype):
     fake_gpu.install(monkeypatch, numpy_backend)
-    program, found = fake_gpu.call(forward_task(), operands(dtype))
+    program, found = fake_gpu.call(FORWARD, operands(dtype))
     assert not program.built and program.workspace == 0 and direct == ["dynamic"]
     q, k, v, s = draw(dtype=dtype)
     out, lse = dj.dynamic_mask_attention(q, k, v, s, window=5, scale=0.3, return_lse=True, backend="numpy")
@@ -180,12 +175,12 @@ def test_without_a_plan_through_a_gpus_buffers(monkeypatch, direct, dtype):
 @needs_emulator
 def test_odd_addresses_go_past_the_plan(monkeypatch, direct):
     fake_gpu.install(monkeypatch, BACKEND)
-    program, found = fake_gpu.call(forward_task(), operands(), offset=8)
+    program, found = fake_gpu.call(FORWARD, operands(), offset=8)
     assert program.built and direct == ["dynamic"]
-    assert same(found["out"], fake_gpu.call(forward_task(), operands())[1]["out"])
+    assert same(found["out"], fake_gpu.call(FORWARD, operands())[1]["out"])
     fake_gpu.install(monkeypatch, BACKEND, capturing=True)
     with pytest.raises(RuntimeError, match="a captured call needs operands at multiples of 16 bytes"):
-        fake_gpu.call(forward_task(), operands(), offset=8)
+        fake_gpu.call(FORWARD, operands(), offset=8)
 
 
 def test_gradients_through_a_gpus_buffers(monkeypatch):
@@ -205,10 +200,10 @@ def test_gradients_through_a_gpus_buffers(monkeypatch):
 # ---- declarations to jax ----
 def test_results_are_what_the_tasks_say():
     kinds = {"query": ((B, N, 4, 8), "bfloat16"), "value": ((B, N, HKV, 8), "bfloat16")}
-    assert programs.results_of(forward_task(), {**kinds, "bias": ((B, HKV, N), "float32")}) == [
+    assert programs.results_of(FORWARD, {**kinds, "bias": ((B, HKV, N), "float32")}) == [
         ("out", kinds["query"]), ("lse", ((B, 4, N), "float32")), ("start", ((1, 1, N), "int32")),
         ("stop", ((B, HKV, N), "int32"))]
-    assert programs.results_of(forward_task()._replace(selection=None), kinds)[2:] == [
+    assert programs.results_of(FORWARD._replace(selection=None), kinds)[2:] == [
         ("bias", ((B, HKV, N), "float32"))]
 
 
