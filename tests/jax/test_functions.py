@@ -13,7 +13,7 @@ import jax.numpy as jnp  # noqa: E402
 import cupy_dma.jax as dj  # noqa: E402
 from tests.jax.draws import HKV, B, D, N, check_case, draw, recipe, same  # noqa: E402
 from tests.oracle import delay_cases, reference  # noqa: E402
-from tests.oracle.cases import CASES  # noqa: E402
+from tests.oracle.cases import CASES, OF_HEADS  # noqa: E402
 from tests.unit.test_windows import WRONG, own  # noqa: E402
 
 # Cases that matter to jax: types, masks, biases of every rank, lengths. XLA chooses strides itself.
@@ -26,7 +26,8 @@ QUICK = ("float16-D16", "bfloat16-D40", "float32-D64", "float64-D16", "heads-6/2
 GRID = [pytest.param(case, marks=[] if case.name in QUICK else pytest.mark.slow, id=case.name) for case in CASES
         # In the last case, query and key gradients are denormal, and XLA flushes them to zero.
         if not case.name.startswith(("layout-", "float32-layout-", "scale-1e-40"))]
-GRID += [pytest.param(case, id=case.name) for case in delay_cases.CASES if case.name in delay_cases.FEW]
+GRID += [pytest.param(case, id=case.name) for case in OF_HEADS + delay_cases.CASES
+         if case in OF_HEADS or case.name in delay_cases.FEW]
 
 
 TYPES = [pytest.param(jnp.float32, id="float32"), pytest.param(jnp.bfloat16, id="bfloat16", marks=pytest.mark.slow)]
@@ -41,22 +42,6 @@ def test_the_quick_cases_exist():
 def test_grid(case):
     with jax.enable_x64(True) if case.dtype == "float64" else contextlib.nullcontext():
         check_case(case)
-
-
-@pytest.mark.parametrize("dense", [False, True])
-def test_masks_of_kv_heads_and_of_query_heads_together(dense):
-    """A mask per kv head and one per query head: head h belongs to kv head h // 2."""
-    rng, n = np.random.default_rng(0), 12
-    q, k, v = (rng.standard_normal((1, n, h, 4)).astype(np.float32) for h in (4, 2, 2))
-    stops = [rng.integers(3, n + 1, (1, h, n)).astype(np.int32) for h in (2, 4)]
-    both = np.minimum(np.repeat(stops[0], 2, axis=1), stops[1])
-    seen = [np.arange(n)[:, None] < stop[:, :, None] for stop in (*stops, both)]
-    masks = [jnp.asarray(x) if dense else dj.IntervalMask(jnp.zeros_like(stop), jnp.asarray(stop))
-             for x, stop in zip(seen, stops)]
-    expected, _ = reference.attention(q, k, v, seen[2])
-    for order in (masks, masks[::-1]):
-        found = dj.attention(*map(jnp.asarray, (q, k, v)), mask=tuple(order))
-        assert np.abs(np.asarray(found) - expected).max() < 1e-5
 
 
 # ---- the same bits, eager and jitted, and as from NumPy arrays ----

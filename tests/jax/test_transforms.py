@@ -244,28 +244,21 @@ def test_vmap_over_an_axis_that_is_no_batch(axis):
 
 
 # ---- shard_map ----
+def selected(q, k, v, s):
+    return dj.attention(q, k, v, mask=dj.top_w(s, 5), bias=s)
+
+
 @pytest.mark.feature("numpy forward backward", "jax", "shard_map")
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_shard_map(check_vma):
+@pytest.mark.parametrize(("function", "replicated"), [(from_values, 3), (selected, 0)])
+def test_shard_map(function, replicated, check_vma):
     """Two devices, half of the batch each; replicated parameters get the sum of the gradients."""
     assert len(jax.devices("cpu")) == 2
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices("cpu"))
-    arguments = [*draw()[:3], *recipe()]
-    sharded = jax.shard_map(from_values, mesh=mesh, in_specs=(P("data"),) * 3 + (P(),) * 3, out_specs=P("data"),
-                            check_vma=check_vma)
-    assert same(jax.jit(sharded)(*arguments), from_values(*arguments))
-    wanted = tuple(range(6))
+    arguments = [*draw()[:3], *recipe()] if replicated else draw()
+    specs = (P("data"),) * (len(arguments) - replicated) + (P(),) * replicated
+    sharded = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=P("data"), check_vma=check_vma)
+    assert same(jax.jit(sharded)(*arguments), function(*arguments))
+    wanted = tuple(range(len(arguments)))
     found = jax.jit(jax.grad(loss(sharded), wanted))(*arguments)
-    assert close(found, jax.grad(loss(from_values), wanted)(*arguments))
-
-
-def test_shard_map_with_a_mask():
-    q, k, v, s = draw()
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices("cpu"))
-
-    def selected(q, k, v, s):
-        scores = dj.top_w(s, 5)
-        return dj.attention(q, k, v, mask=scores, bias=s)
-
-    sharded = jax.jit(jax.shard_map(selected, mesh=mesh, in_specs=P("data"), out_specs=P("data")))
-    assert same(sharded(q, k, v, s), selected(q, k, v, s))
+    assert close(found, jax.grad(loss(function), wanted)(*arguments))

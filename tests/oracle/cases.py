@@ -149,6 +149,9 @@ def _grid() -> list[Case]:
 
 
 CASES = _grid()
+# A mask of kv heads and one of query heads: each kv head's applies to the consecutive query heads of its group.
+OF_HEADS = [Case(f"heads-{mask}", mask=mask, heads=4, kv_heads=2, batch=1, query_length=20, key_length=40)
+            for mask in ("dense=1gqk+dense=1hqk", "dense=1hqk+dense=1gqk", "top_w+per_head", "per_head+top_w")]
 
 
 @lru_cache(maxsize=1)

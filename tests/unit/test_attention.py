@@ -37,23 +37,6 @@ def test_the_grid_is_not_vacuous():
     assert mixed > len(CASES) / 2
 
 
-@pytest.mark.parametrize("kind", ["dense", "intervals"])
-def test_masks_of_kv_heads_and_of_query_heads_together(kind, rng):
-    """A kv head's mask applies to all query heads of its group, which are consecutive."""
-    q, k, v = draw(rng, lq=20, lk=40, h=4, g=2)
-    masks, dense = [], np.ones((1, 4, 20, 40), bool)
-    for heads in (2, 4):
-        seen = rng.random((1, heads, 20, 40)) < 0.6
-        mask = seen
-        if kind == "intervals":
-            start = rng.integers(15, 40, (1, heads, 40)).astype(np.int32)
-            mask = dma.IntervalMask(start, start + 12)
-            seen = mask.to_dense(20)
-        masks.append(mask)
-        dense &= np.repeat(seen, 4 // heads, 1)
-    compare(q, k, v, dense, mask=tuple(masks))
-
-
 # ---- isolation of non-finite values, and rows with no visible keys ----
 @pytest.mark.feature("numpy forward", "attention", "a NaN")
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

@@ -43,8 +43,8 @@ def test_backward_grid(case):
     cases.check_backward(case, cases.run_backward(case))
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.name.startswith(("mask-", "causal-and-", "bias-"))],
-                         ids=str)
+@pytest.mark.parametrize("case", cases.OF_HEADS + [
+    case for case in CASES if case.name.startswith(("mask-", "causal-and-", "bias-"))], ids=str)
 def test_many_chunks_and_with_dlse(case, monkeypatch):
     """The same grid with tiles of 32 queries and chunks of 5 keys, so that the online softmax takes many steps, and a
     gradient of lse."""
@@ -54,11 +54,13 @@ def test_many_chunks_and_with_dlse(case, monkeypatch):
     cases.check_backward(case, cases.run_backward(case, with_dlse=True), with_dlse=True)
 
 
-@pytest.mark.parametrize("needs", [subset for n in range(5) for subset in itertools.combinations(NAMES, n)], ids=str)
+@pytest.mark.parametrize("needs", [subset for n in range(6)
+                                   for subset in itertools.combinations((*NAMES, "sink_logits"), n)], ids=str)
 def test_any_subset_has_the_same_bits(needs):
-    case = Case("subset", heads=4, kv_heads=2, softcap=2.0)
+    case = Case("subset", heads=4, kv_heads=2, softcap=2.0, sinks="float32")
     every, some = cases.run_backward(case), cases.run_backward(case, needs=needs)
-    for name, whole, subset in zip(NAMES, every, some):
+    for name in (*NAMES, "sink_logits"):
+        whole, subset = getattr(every, name), getattr(some, name)
         assert (subset is not None) == (name in needs) and (subset is None or np.array_equal(whole, subset))
 
 

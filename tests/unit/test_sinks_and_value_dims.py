@@ -105,20 +105,6 @@ def test_a_row_that_sees_only_the_sink(data):
     assert np.array_equal(clean.sink_logits, dirty.sink_logits) and not dirty.query[:, 0].any()
 
 
-def test_any_subset_of_gradients(data):
-    q, k, v = (data[name] for name in ("query", "key", "value"))
-    out, lse = dma.attention(q, k, v, return_lse=True, sink_logits=data["sink_logits"])
-
-    def gradients(**options):
-        return backward.attention_backward(data["dout"], q, k, v, out, lse, sink_logits=data["sink_logits"], **options)
-
-    whole, only = gradients(), gradients(needs="sink_logits")
-    assert only == (None,) * 4 and np.array_equal(only.sink_logits, whole.sink_logits)
-    some = gradients(needs=("value",))
-    assert some.sink_logits is None and np.array_equal(some.value, whole.value)
-    assert backward.attention_backward(data["dout"], q, k, v, out, lse).sink_logits is None
-
-
 @pytest.mark.parametrize("library", ["numpy", "torch"])
 def test_errors(data, library):
     as_array = pytest.importorskip("torch").from_numpy if library == "torch" else np.asarray
