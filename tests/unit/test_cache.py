@@ -17,7 +17,6 @@ from tests.project.pages import run_page
 from tests.unit.test_argument_types import copies
 from tests.unit.test_arrays import Producer
 
-BESIDES = [(0, 0), (2, 0), (0, 3), (2, 3)]  # sinks and recent
 EIGHT_BITS = [History(dtype=dtype, sinks=1, recent=2, value_dim=12, window=window, options={"storage": storage})
               for dtype, window in (("float16", 6), ("bfloat16", (3, 9)), ("float32", 6))
               for storage in ("int8", "fp8")]
@@ -32,22 +31,8 @@ RECORDED = [replace(history, options={"record_stops": True}) for history in (
 
 
 # ---- the full history ----
-@pytest.mark.feature("cuda numpy forward", "DynamicCache", "extend, one")
-@pytest.mark.parametrize(("sinks", "recent"), BESIDES)
-@pytest.mark.parametrize("scores", SCORES)
-def test_step_by_step(scores, sinks, recent, convert):
-    history = History(scores=scores, sinks=sinks, recent=recent, length=30)
-    cache = history.cache(convert)
-    outs, lses = [], []
-    for p in range(history.length):
-        out, lse = history.run(cache, [1], convert, begin=p)
-        outs.append(out)
-        lses.append(lse)
-        history.check_kept(cache, p)
-    history.check(np.concatenate(outs, 1), np.concatenate(lses, 2), tf32=convert.gpu)
-
-
-@pytest.mark.feature("cuda numpy forward", "DynamicCache", "extend, pieces", "extend, every", "stops, replayed")
+@pytest.mark.feature("cuda numpy forward", "DynamicCache", "extend, one", "extend, pieces", "extend, every",
+                     "stops, replayed")
 @pytest.mark.parametrize("case", [
     History(dtype="float16"), History(dtype="bfloat16"), History(dtype="float64", sinks=1, recent=2),
     History(heads=2), History(heads=6, kv_heads=2), History(heads=8, kv_heads=1), History(heads=1, kv_heads=1),
@@ -56,15 +41,20 @@ def test_step_by_step(scores, sinks, recent, convert):
     History(window=1, recent=1), History(window=39), History(window=40),
     History(window=100, sinks=50, recent=50), *DELAYED,
     History(window=(3, 9)), History(window=(12, 1), sinks=2, recent=3), History(window=(40, 5), scores="nan"),
-    History(window=(9, 2), bias_delay=3, scores="hidden"), *EIGHT_BITS, *RECORDED], ids=str)
+    History(window=(9, 2), bias_delay=3, scores="hidden"), *EIGHT_BITS, *RECORDED,
+    *(History(scores=scores, sinks=sinks, recent=recent) for scores in SCORES for sinks, recent in (
+        (0, 0), (2, 0), (0, 3), (2, 3)))], ids=str)
 @pytest.mark.parametrize("lengths", [[1] * 40, [40], [13, 1, 1, 5, 20]], ids=["steps", "whole", "pieces"])
 def test_against_the_oracle(case, lengths, convert):
     if case.dtype == "float64" and convert.gpu:
         pytest.skip("float64 is refused on CUDA")
-    cache = case.cache(convert)
-    out, lse = case.run(cache, lengths, convert)
-    case.check(out, lse, tf32=convert.gpu)
-    case.check_kept(cache)
+    cache, done, found = case.cache(convert), 0, []
+    for n in lengths:
+        found.append(case.run(cache, [n], convert, begin=done))
+        done += n
+        case.check_kept(cache, done - 1)
+    outs, lses = zip(*found)
+    case.check(np.concatenate(outs, 1), np.concatenate(lses, 2), tf32=convert.gpu)
     if cache._record is not None:
         case.check_replay(cache, convert, convert.gpu)
 
