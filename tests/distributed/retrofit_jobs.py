@@ -48,17 +48,19 @@ def without_noise() -> Iterator[None]:
         torch.Tensor.uniform_ = drawn
 
 
-def layers_of(model: Any) -> list[Any]:
-    return list(model.model.layers)
-
-
 def sharded(objective: retrofit.Distillation, group: Any) -> Any:
     from torch.distributed.fsdp import fully_shard
 
     mesh = DeviceMesh.from_group(group, "cpu")
-    for layer in layers_of(objective.student):
+    for layer in objective.student.model.layers:
         fully_shard(layer, mesh=mesh)
     return fully_shard(objective, mesh=mesh)
+
+
+def rows_of(group: Any) -> slice:
+    """This rank's rows of a batch."""
+    rank, world = (0, 1) if group is None else (group.rank(), group.size())
+    return slice(rank * ROWS // world, (rank + 1) * ROWS // world)
 
 
 def whole(x: Any) -> Tensor:
@@ -70,14 +72,13 @@ def step(group: Any, how: str, trainable: str,
     """Losses and gradients of one step on this rank's rows."""
     model, teacher = model_of(trainable, kind)
     objective: Any = retrofit.Distillation(model, teacher, weight=2.0, process_group=group)
-    rank, world = (0, 1) if group is None else (group.rank(), group.size())
     if how == "ddp":
         objective = DistributedDataParallel(objective, process_group=group)
     elif how == "fsdp":
         objective = sharded(objective, group)
     for gate in retrofit.gates_of(model).values():
         gate.train()
-    rows = slice(rank * ROWS // world, (rank + 1) * ROWS // world)
+    rows = rows_of(group)
     with without_noise():
         losses = objective(target=0.3, **{name: x[rows] for name, x in batch_of().items()})
         losses.loss.backward()
@@ -92,8 +93,7 @@ def shared(logs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def trained(group: Any, how: str, steps: int, **options: Any) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
     """The logs of ``train``, without entries that differ between ranks, and the trained gates."""
     model, _ = model_of("gate")
-    rank, world = (0, 1) if group is None else (group.rank(), group.size())
-    rows = slice(rank * ROWS // world, (rank + 1) * ROWS // world)
+    rows = rows_of(group)
     batches = ({name: x[rows] for name, x in batch_of(i).items()} for i in range(steps))
     wrap = (lambda objective: sharded(objective, group)) if how == "fsdp" else None
     with without_noise():

@@ -64,35 +64,13 @@ def test_it_trains_under_jit():
     assert same(made(q, k, v), nnx.jit(lambda m: m(q, k, v))(made))
 
 
-@pytest.mark.parametrize("options", [{}, {"sinks": 2}, {"recent": 3}, {"sinks": 1, "recent": 4},
-                                     {"bias_delay": 4}, {"sinks": 1, "bias_delay": 4}], ids=str)
-def test_torch_has_the_same_layer(options):
-    torch = pytest.importorskip("torch")
-    from cupy_dma.torch import DynamicMaskAttention
-
-    made, twin = layer(dt_bias=True, **options), DynamicMaskAttention(HKV, D, 5, dt_bias=True, **options)
-    with torch.no_grad():
-        twin.A.copy_(torch.from_numpy(np.array(made.A[...])))
-        twin.dt_proj.weight.copy_(torch.from_numpy(np.array(made.dt_proj.kernel[...].T)))
-        twin.dt_proj.bias.copy_(torch.from_numpy(np.array(made.dt_proj.bias[...])))
-    q, k, v, _ = draw()
-    out = twin(*(torch.from_numpy(np.array(x)) for x in (q, k, v)))
-    out.square().sum().backward()
-    assert same(made(q, k, v), out.detach().numpy())
-    assert same(made(q, k, v), nnx.jit(lambda m: m(q, k, v))(made))
-    gradients = nnx.grad(lambda m: jnp.sum(m(q, k, v) ** 2))(made)
-    np.testing.assert_allclose(gradients["A"][...], twin.A.grad.numpy(), rtol=1e-5)
-    np.testing.assert_allclose(gradients["dt_proj"]["kernel"][...].T, twin.dt_proj.weight.grad.numpy(), rtol=1e-4,
-                               atol=1e-6)
-
-
-# ---- scores of the layer's input ----
+# ---- torch's layer, and scores of the layer's input ----
 WIDTH = 7
 
 
-def by_input(dtype=jnp.float32, **options):
-    """A layer with random scores of its input, and tokens."""
-    options = {"window": 5, "scores": "input", "width": WIDTH, "dtype": dtype, **options}
+def drawn(dtype=jnp.float32, **options):
+    """A layer with random parameters, and tokens."""
+    options = {"window": 5, "dtype": dtype, **options}
     made = dj.DynamicMaskAttention(HKV, D, rngs=nnx.Rngs(0), **options)
     rng = np.random.default_rng(3)
     for parameter in jax.tree.leaves(nnx.state(made, nnx.Param), is_leaf=lambda x: isinstance(x, nnx.Param)):
@@ -100,14 +78,27 @@ def by_input(dtype=jnp.float32, **options):
     return made, jnp.asarray(rng.standard_normal((2, N, WIDTH)), dtype)
 
 
+def by_input(dtype=jnp.float32, **options):
+    return drawn(dtype, scores="input", width=WIDTH, **options)
+
+
+def torch_names(parameters):
+    """Parameters, or their gradients, by torch's names."""
+    found = {}
+    for name, x in nnx.to_pure_dict(parameters).items():
+        if isinstance(x, dict):
+            found |= {f"{name}.{part.replace('kernel', 'weight')}": y.T for part, y in x.items()}
+        else:
+            found[name] = x
+    return found
+
+
 def torch_twin(made, dtype, **options):
     torch = pytest.importorskip("torch")
     from cupy_dma.torch import DynamicMaskAttention
 
-    twin = DynamicMaskAttention(HKV, D, **{"window": 5, "scores": "input", "width": WIDTH, **options}, dtype=dtype)
-    state = {"score_proj.weight": made.score_proj.kernel[...].T}
-    if made.score_proj.bias is not None:
-        state["score_proj.bias"] = made.score_proj.bias[...]
+    twin = DynamicMaskAttention(HKV, D, **{"window": 5, **options}, dtype=dtype)
+    state = torch_names(nnx.state(made, nnx.Param))
     twin.load_state_dict({name: torch.tensor(np.array(x.astype(jnp.float32))) for name, x in state.items()})
     return twin
 
@@ -118,48 +109,51 @@ def near(x, expected):
     np.testing.assert_allclose(x, expected.numpy(), rtol=1e-4, atol=1e-5)
 
 
-BY_INPUT = [{}, {"dt_bias": True, "bias_delay": 4}, {"sinks": 1, "recent": 4}, {"window": (4, 9), "softcap": 3.0},
-            {"keys": "global", "causal": False}]
+INPUT = {"scores": "input", "width": WIDTH}
+BY_INPUT = [{**INPUT, **options} for options in (
+    {}, {"dt_bias": True, "bias_delay": 4}, {"sinks": 1, "recent": 4}, {"window": (4, 9), "softcap": 3.0},
+    {"keys": "global", "causal": False})]
+BY_VALUE = [{"dt_bias": True, **options} for options in (
+    {}, {"sinks": 2}, {"recent": 3}, {"sinks": 1, "recent": 4}, {"bias_delay": 4}, {"sinks": 1, "bias_delay": 4})]
 
 
 @pytest.mark.feature("numpy forward backward", "jax", "DynamicMaskAttention")
 @pytest.mark.parametrize(("options", "given"), [
-    *((options, {}) for options in BY_INPUT),
+    *((options, {}) for options in BY_VALUE + BY_INPUT),
     *((options, given) for options in BY_INPUT if "sinks" not in options for given in (
         {"padding": np.arange(N)[None] % 7 != 2}, {"documents": np.arange(N)[None] // 9}))],
     ids=lambda given: ", ".join(given))
-def test_scores_of_the_input_are_those_of_torch(options, given):
+def test_torch_has_the_same_layer(options, given):
     torch = pytest.importorskip("torch")
-    (made, x), (q, k, v, _) = by_input(**options), draw()
+    (made, x), (q, k, v, _) = drawn(**options), draw()
     if "padding" in given:
         x = jnp.where(given["padding"][..., None], x, jnp.nan)
     twin = torch_twin(made, torch.float32, **options)
-    tokens = torch.tensor(np.array(x), requires_grad=True)
-    arrays = [torch.tensor(np.array(y), requires_grad=True) for y in (q, k, v)]
-    out = twin(*arrays, x=tokens, **{name: torch.tensor(np.array(y)) for name, y in given.items()})
+    tokens = {"x": x} if "width" in options else {}
+    arrays = {name: torch.tensor(np.array(y), requires_grad=True)
+              for name, y in {"query": q, "key": k, "value": v, **tokens}.items()}
+    out = twin(**arrays, **{name: torch.tensor(np.array(y)) for name, y in given.items()})
     out.square().sum().backward()
-    for call in (lambda m, x: m(q, k, v, x=x, **given), nnx.jit(lambda m, x: m(q, k, v, x=x, **given))):
-        near(call(made, x), out.detach())
+    for call in (lambda m: m(q, k, v, **tokens, **given), nnx.jit(lambda m: m(q, k, v, **tokens, **given))):
+        near(call(made), out.detach())
     if not given:
-        near(made.scores(x), twin.scores(tokens).detach())
+        near(made.scores(tokens.get("x", v)), twin.scores(arrays["x" if tokens else "value"]).detach())
 
-    def loss(m, *arrays):
-        *heads, x = arrays
-        return jnp.sum(m(*heads, x=x, **given) ** 2)
+    def loss(m, arrays):
+        return jnp.sum(m(**arrays, **given) ** 2)
 
-    found = nnx.grad(loss, argnums=(0, 1, 2, 3, 4))(made, q, k, v, x)
-    for ours, theirs in zip(found[1:], (*arrays, tokens)):
-        near(ours, theirs.grad)
-    assert found[0]["score_proj"]["kernel"][...].any()
-    near(found[0]["score_proj"]["kernel"][...].T, twin.score_proj.weight.grad)
-    if options.get("dt_bias"):
-        near(found[0]["score_proj"]["bias"][...], twin.score_proj.bias.grad)
+    found, gradients = nnx.grad(loss, argnums=(0, 1))(made, {"query": q, "key": k, "value": v, **tokens})
+    for name, gradient in gradients.items():
+        near(gradient, arrays[name].grad)
+    for name, gradient in torch_names(found).items():
+        assert gradient.any()
+        near(gradient, twin.get_parameter(name).grad)
 
 
 def test_sixteen_bit_inputs_have_float32_scores():
     torch = pytest.importorskip("torch")
     made, x = by_input(jnp.bfloat16, dt_bias=True)
-    twin = torch_twin(made, torch.bfloat16, dt_bias=True)
+    twin = torch_twin(made, torch.bfloat16, dt_bias=True, **INPUT)
     scores = made.scores(x)
     near(scores, twin.scores(torch.tensor(np.array(x.astype(jnp.float32))).bfloat16()).detach())
     assert not same(scores, scores.astype(jnp.bfloat16).astype(jnp.float32))

@@ -1,6 +1,6 @@
 """Data that backends keep on a mask: per stream, complete, bounded, and never from a capture."""
 import threading
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,14 +46,6 @@ def lists(gpu):
     return of
 
 
-def in_thread(function: Callable[[], Any]) -> Any:
-    box: list[Any] = []
-    thread = threading.Thread(target=lambda: box.append(function()))
-    thread.start()
-    thread.join()
-    return box[0]
-
-
 def test_each_stream_makes_its_own(lists):
     first = lists(7)
     assert lists(7) is first and lists(8) is not first
@@ -62,7 +54,8 @@ def test_each_stream_makes_its_own(lists):
 
 def test_the_default_stream_of_each_thread_is_a_stream_of_its_own(lists):
     first = lists(2)
-    assert lists(2) is first and in_thread(lambda: lists(2)) is not first
+    with ThreadPoolExecutor(1) as pool:
+        assert lists(2) is first and pool.submit(lists, 2).result() is not first
 
 
 def test_a_reused_handle_is_another_stream(lists, gpu):
@@ -117,11 +110,9 @@ def test_threads_that_miss_at_once_share_what_the_first_has_kept():
         both.wait(10)  # both threads are making it
         return object()
 
-    found: list[Any] = []
-    threads = [threading.Thread(target=lambda: found.append(kept(mask, ("lists",), 0, make))) for _ in range(2)]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
-    assert found[0] is found[1] is mask._cache["lists", 0]
+    with ThreadPoolExecutor(2) as pool:
+        found = [pool.submit(kept, mask, ("lists",), 0, make) for _ in range(2)]
+        assert found[0].result() is found[1].result() is mask._cache["lists", 0]
 
 
 def test_nothing_is_kept_of_what_failed():

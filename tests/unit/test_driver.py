@@ -1,7 +1,7 @@
 """Launches by the driver, with a fake driver that only records them."""
 import ctypes
 import struct
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -138,11 +138,8 @@ def test_threads_launch_the_same_kernel_at_the_same_time(fake):
         for i in range(each):
             kernel.launch(1 + i, 32, bytes([number]) * 16, number)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
     for number in range(4):
         own = [launch for launch in device.launches if launch[4] == number]
         assert [launch[1][0] for launch in own] == [*range(1, each + 1)]

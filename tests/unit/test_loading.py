@@ -2,8 +2,8 @@
 stand-ins: modules are memoized by path and device, as in CuPy, and functions have limits, as in the driver."""
 import shutil
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -136,11 +136,8 @@ def test_threads_set_one_limit_at_a_time(cupy):
 
     slow = Slow()
     sizes = [50_000 + 1000 * i for i in range(8)]
-    threads = [threading.Thread(target=launch.allow_shared, args=(slow, ("path", "f", 0), size)) for size in sizes]
-    for thread in reversed(threads):
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda size: launch.allow_shared(slow, ("path", "f", 0), size), reversed(sizes)))
     assert {*at_once} == {1} and slow.max_dynamic_shared_size_bytes == max(sizes)
 
 

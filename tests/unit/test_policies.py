@@ -207,20 +207,12 @@ def test_a_press_as_a_cache(rng):
     (lambda q, k, v: from_press(Press(), k, v, 4, 40, sinks=3, recent=2), ValueError, "budget must be at least 5"),
     (lambda q, k, v: from_press(lambda *given: given[2], k, v, 8, 40), ValueError,
      r"press must return scores of shape \(B, Hkv, prompt\) = \(2, 2, 40\), got \(2, 2, 40, 8\)"),
-    (lambda q, k, v: from_press(Press(), k[0], v, 8, 40), ValueError, "key must have shape")])
-def test_errors_of_prompt_policies(call, error, message, rng):
+    (lambda q, k, v: from_press(Press(), k[0], v, 8, 40), ValueError, "key must have shape"),
+    (lambda q, k, v: snapkv(q, k, 40, 40, pool=4), ValueError, "pool must be odd"),
+    (lambda q, k, v: evictions(q, k, 0, "h2o"), ValueError, "budget must be at least 1"),
+    (lambda q, k, v: evictions(q, k, 5, "lru"), ValueError, "policy must be 'streaming' or"),
+    (lambda q, k, v: evictions(q, k, 5, "h2o", sinks=3, recent=2), ValueError, "recent must be less than budget=5"),
+    (lambda q, k, v: evictions(q[:, :3], k, 5, "h2o"), ValueError, "query must have shape")])
+def test_errors(call, error, message, rng):
     with pytest.raises(error, match=message):
         call(*drawn(rng))
-
-
-@pytest.mark.parametrize(("arguments", "options", "message"), [
-    ((0, "h2o"), {}, "budget must be at least 1"), ((5, "lru"), {}, "policy must be 'streaming' or"),
-    ((5, "h2o"), {"sinks": 3, "recent": 2}, "sinks \\+ recent must be less than budget=5")])
-def test_errors(arguments, options, message, rng):
-    query, key, _ = drawn(rng)
-    with pytest.raises(ValueError, match=message):
-        evictions(query, key, *arguments, **options)
-    with pytest.raises(ValueError, match="query must have shape"):
-        evictions(query[:, :3], key, 5, "h2o")
-    with pytest.raises(ValueError, match="pool must be odd"):
-        snapkv(query, key, 40, 40, pool=4)
