@@ -120,15 +120,6 @@ def leave(*_: Any) -> Any:
     raise KeyError("out of memory")
 
 
-def twice(group: Any) -> Tensor:
-    """After a call that one rank got wrong, the group serves the next call."""
-    try:
-        call(group, {1: {"window": 0}})
-    except (ValueError, RuntimeError):
-        return call(group, {})
-    raise AssertionError("no error")
-
-
 def demonstrate(group: Any, text: bytes, args: Any) -> dict[str, Any]:
     """The work of each process of ``python -m cupy_dma demo --ranks``."""
     from cupy_dma.cli import demo_ranks

@@ -65,11 +65,6 @@ def test_a_wrong_argument_of_one_rank_is_told_to_all(ranks, changes, kind, messa
         assert isinstance(other, RankError) and "rank 1 failed" in str(other) and message in str(other)
 
 
-def test_the_group_serves_the_next_call(ranks):
-    for out in ranks.run(3, jobs.twice):
-        assert torch.equal(out, torch.ones(2, 5, 4, 6))
-
-
 @pytest.mark.parametrize("where", ["forward", "exchange", "backward"])
 def test_a_missing_rank_is_named_within_the_timeout(ranks, where):
     started = time.monotonic()
