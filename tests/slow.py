@@ -52,7 +52,7 @@ SHARES: dict[str, int | None] = {
     "tests/transformers/test_generation.py::test_the_same_tokens*": 3,
     "tests/transformers/test_gates.py::test_cached_is_uncached": 3,
     "tests/unit/test_bias_delay.py::test_*ward": 3,
-    "tests/unit/test_backward.py::test_backward_grid": 2,
+    "tests/unit/test_attention.py::test_backward_grid": 2,
     "tests/backends/test_flex.py::test_traced_path": 3,
     "tests/project/test_precompile.py::test_the_grids_reach_every_kernel": None,
     "tests/backends/test_flex.py::test_*_grid": 3,
