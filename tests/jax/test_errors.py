@@ -34,6 +34,10 @@ def dynamic(**changes):
     return lambda: dj.dynamic_mask_attention(**{"query": q, "key": k, "value": v, "scores": s, "window": 5, **changes})
 
 
+def gated(bias=s, delay=1, threshold=0.0):
+    return lambda: dj.IntervalMask.from_gate(bias, delay=delay, threshold=threshold)
+
+
 WRONG = {
     "a list": (attend(query=[1.0]), TypeError, r"query must be a jax.Array or numpy.ndarray, got builtins.list"),
     "random keys": (attend(key=jax.random.key(0)), TypeError, r"key must be an array of numbers, got key<fry>"),
@@ -65,6 +69,10 @@ WRONG = {
                      r"start must have 1 to 3 axes"),
     "stop": (lambda: dj.IntervalMask(jnp.zeros((2, N), jnp.int32), jnp.zeros((3, N), jnp.int32)), ValueError,
              r"start and stop must broadcast to one shape"),
+    "gates": (gated(bias=np.zeros(4, np.int32)), TypeError, "bias must be a float array, got int32"),
+    "gates' rank": (gated(bias=np.zeros((1, 1, 1, 4), np.float32)), ValueError, "bias must have 1 to 3 axes"),
+    "gates' delay": (gated(delay=0), ValueError, "delay must be at least 1, got 0"),
+    "gates' threshold": (gated(threshold=np.nan), ValueError, "threshold must be a finite number, got nan"),
     "no mask": (lambda: dj.IntervalMask.of(s), TypeError, r"mask must be an IntervalMask, got Array"),
     "masks of other lengths": (lambda: dj.IntervalMask.causal(3) & dj.IntervalMask.causal(4), ValueError,
                                r"mask & mask needs shapes that broadcast"),

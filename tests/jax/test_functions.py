@@ -203,16 +203,6 @@ def test_algebra_and_constructors():
     assert np.array_equal((dj.top_w(s, 5) & dj.IntervalMask.causal(N)).to_dense(N), arrays.to_dense(N))
 
 
-@pytest.mark.parametrize(("bias", "options", "error", "message"), [
-    (np.zeros(4, np.int32), {}, TypeError, "bias must be a float array, got int32"),
-    (np.zeros((1, 1, 1, 4), np.float32), {}, ValueError, "bias must have 1 to 3 axes"),
-    (np.zeros(4, np.float32), {"delay": 0}, ValueError, "delay must be at least 1, got 0"),
-    (np.zeros(4, np.float32), {"threshold": np.nan}, ValueError, "threshold must be a finite number, got nan")])
-def test_bad_gates(bias, options, error, message):
-    with pytest.raises(error, match=message):
-        dj.IntervalMask.from_gate(bias, **{"delay": 1, "threshold": 0.0, **options})
-
-
 # ---- a window per kv head ----
 WINDOWS = (3, 9)
 

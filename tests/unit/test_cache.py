@@ -266,21 +266,17 @@ def test_the_documentation_runs():
 
 
 # ---- errors ----
-def arguments(**changes):
-    tokens = dict(zip(("query", "key", "value", "scores"), History(length=3, batch=2).tokens(0, 3)))
-    return {**tokens, **changes}
-
-
 def ones(*shape, dtype=np.float32):
     return np.ones(shape, dtype)
 
 
 def extend(**changes):
     """A call of a cache, which it leaves as it was."""
-    cache = History(length=3).cache()
+    history = History(length=3)
+    cache, tokens = history.cache(), dict(zip(("query", "key", "value", "scores"), history.tokens(0, 3)))
     before = cache.state_dict()
     try:
-        cache.extend(**arguments(**changes))
+        cache.extend(**tokens | changes)
     finally:
         for name, x in cache.state_dict().items():
             np.testing.assert_array_equal(x, before[name])
