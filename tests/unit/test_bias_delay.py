@@ -1,10 +1,10 @@
-"""A delayed key bias (SPEC section 16) on the NumPy backend."""
+"""A delayed key bias (SPEC section 16) on the NumPy backend. test_varlen.py has the packed sequences."""
 import numpy as np
 import pytest
 
 import cupy_dma as dma
 from cupy_dma.backends.numpy import tiles
-from tests.oracle import cases, delay_cases, reference, varlen_cases
+from tests.oracle import cases, delay_cases, reference
 
 
 @pytest.mark.feature("numpy forward", "attention", "bias_delay", case="delay-")
@@ -18,16 +18,6 @@ def test_forward(case):
 def test_backward(case, monkeypatch):
     monkeypatch.setattr(tiles, "KEY_CHUNK", 50)
     cases.check_backward(case, cases.run_backward(case, with_dlse=True), with_dlse=True)
-
-
-@pytest.mark.parametrize("case", delay_cases.PACKED + delay_cases.PAGES, ids=str)
-def test_packed_forward(case):
-    varlen_cases.check(case, *varlen_cases.run(case, backend="numpy"))
-
-
-@pytest.mark.parametrize("case", delay_cases.PACKED, ids=str)
-def test_packed_backward(case):
-    varlen_cases.check_backward(case, varlen_cases.run_backward(case, backend="numpy"))
 
 
 @pytest.mark.parametrize("delay", [0, 1, 5, 40])
@@ -79,14 +69,6 @@ def test_a_bias_of_one_query_is_one_of_keys(rng):
     q, k, v, bias = draw(rng, lq=1)
     assert np.array_equal(dma.attention(q, k, v, bias=bias[:, :, None], bias_delay=9),
                           dma.attention(q, k, v, bias=bias, bias_delay=9))
-
-
-@pytest.mark.parametrize(("delay", "error", "words"), [
-    (-1, ValueError, "at least 0, got -1"), (2**30 + 1, ValueError, r"at most 2\*\*30"), (True, TypeError, "an int")])
-def test_wrong_delays(delay, error, words, rng):
-    q, k, v, bias = draw(rng)
-    with pytest.raises(error, match=f"bias_delay must be {words}"):
-        dma.attention(q, k, v, bias=bias, bias_delay=delay)
 
 
 def test_what_has_no_delay(rng):

@@ -4,6 +4,7 @@ import pytest
 
 import cupy_dma as dma
 from cupy_dma.arrays import CPU, library_named
+from tests.oracle import delay_cases
 from tests.oracle import varlen_cases as cases
 from tests.oracle.refusals import check_refused, check_wrong, wrong
 
@@ -12,14 +13,14 @@ from tests.oracle.refusals import check_refused, check_wrong, wrong
 @pytest.mark.feature("numpy forward", "varlen and paged", "varlen_attention")
 @pytest.mark.feature("numpy forward", "varlen and paged", "block_table", case="pages-")
 @pytest.mark.feature("numpy forward", "varlen and paged", "varlen_dynamic_mask_attention", case="bfloat16-top_w")
-@pytest.mark.parametrize("case", cases.CASES + cases.PAGES, ids=str)
+@pytest.mark.parametrize("case", cases.CASES + cases.PAGES + delay_cases.PACKED + delay_cases.PAGES, ids=str)
 def test_forward(case):
     cases.check(case, *cases.run(case, backend="numpy"))
 
 
 @pytest.mark.feature("numpy backward", "varlen and paged", "float64", case="float64-")
 @pytest.mark.feature("numpy backward", "varlen and paged", "varlen_attention")
-@pytest.mark.parametrize("case", cases.CASES, ids=str)
+@pytest.mark.parametrize("case", cases.CASES + delay_cases.PACKED, ids=str)
 def test_backward(case):
     cases.check_backward(case, cases.run_backward(case, backend="numpy"))
 
