@@ -235,9 +235,7 @@ def allowed_spills(config: jit.Config, arch: str) -> int:
     case(arch, source, quick=arch == "sm_80" and (source not in LONG or source in slow.changed_kernels()))
     for arch in ARCHITECTURES for source in sorted({config.source for config in chosen(arch)})])
 def test_every_kernel_compiles_without_large_spills(arch, source):
-    for config in chosen(arch):
-        if config.source != source:
-            continue
+    for config in [config for config in chosen(arch) if config.source == source]:
         compiled = jit.compile(config, arch)
         assert 0 < compiled.registers <= 255, config
         assert compiled.spill_bytes <= allowed_spills(config, arch), \
