@@ -1,4 +1,4 @@
-"""``GatedCache`` against attention over the whole text, with its recorded stops and with an explicit mask."""
+"""Histories for ``GatedCache`` with an explicit mask, which test_cache.py and test_slots.py run, and its rows and errors."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
