@@ -1,4 +1,4 @@
-"""Histories for ``GatedCache`` with an explicit mask, which test_cache.py and test_slots.py run too; rows and errors."""
+"""Histories for ``GatedCache`` with an explicit mask, which test_cache.py and test_slots.py run; rows and errors."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
