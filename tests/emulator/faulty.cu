@@ -1,5 +1,6 @@
 // Small right and wrong kernels with which tests/emulator/tests/test_faults.py tests the emulator. The marks `(at ...)`
-// name the lines that a report must point to.
+// name the lines that a report must point to. The test writes out KERNEL(name): a kernel with `Arguments p`, which first
+// waits for earlier kernels.
 #define ELEMENT __half
 #include "sm90/ptx.cuh"
 
@@ -11,8 +12,7 @@ struct Arguments {
 
 // ---- right ----
 // one warp, n = 32 * 12
-extern "C" __global__ void collectives(const Arguments p) {
-    wait_for_earlier_kernels();
+KERNEL(collectives) {
     const int lane = threadIdx.x, x = p.in[lane];
     int* out = p.out + lane;
     out[0] = __shfl_xor_sync(ALL_LANES, x, 5);
@@ -35,8 +35,7 @@ extern "C" __global__ void collectives(const Arguments p) {
 
 // Every block writes a number. The block with the last ticket of its pair adds up both; that of the last pair adds up
 // all. out (n): sums of pairs, the sum of all, tickets of pairs and of all, numbers of the blocks
-extern "C" __global__ void tickets(const Arguments p) {
-    wait_for_earlier_kernels();
+KERNEL(tickets) {
     const int pairs = gridDim.x / 2, pair = blockIdx.x / 2;
     unsigned* counters = reinterpret_cast<unsigned*>(p.out + pairs + 1);
     int* numbers = p.out + 2 * pairs + 2;
@@ -55,8 +54,7 @@ extern "C" __global__ void tickets(const Arguments p) {
 }
 
 // some threads exit early: the others' barriers do not wait for them
-extern "C" __global__ void barriers(const Arguments p) {
-    wait_for_earlier_kernels();
+KERNEL(barriers) {
     if (threadIdx.x >= 40) return;
     const int x = p.in[threadIdx.x];
     const bool any = __syncthreads_or(x == 7), all = __syncthreads_and(x >= 0);
@@ -65,8 +63,7 @@ extern "C" __global__ void barriers(const Arguments p) {
 }
 
 // a warp's rows through shared memory, ordered by __syncwarp; atomics on one counter
-extern "C" __global__ void neighbours(const Arguments p) {
-    wait_for_earlier_kernels();
+KERNEL(neighbours) {
     __shared__ int row[32], counter;
     if (threadIdx.x == 0) counter = 0;
     row[threadIdx.x] = p.in[threadIdx.x];
@@ -77,8 +74,7 @@ extern "C" __global__ void neighbours(const Arguments p) {
 }
 
 // two groups of asynchronous copies
-extern "C" __global__ void copies(const Arguments p) {
-    wait_for_earlier_kernels();
+KERNEL(copies) {
     __shared__ __align__(16) int a[128], b[128];
     copy_async_16(a + 4 * threadIdx.x, p.in + 4 * threadIdx.x, 16);
     copy_async_commit();
@@ -91,8 +87,7 @@ extern "C" __global__ void copies(const Arguments p) {
 }
 
 // two warps fill rows for two others, with two stages: mbarriers say full and empty; a named barrier at the end
-extern "C" __global__ void pipeline(const Arguments p) {
-    wait_for_earlier_kernels();
+KERNEL(pipeline) {
     __shared__ __align__(16) int row[2][64], sums[64];
     __shared__ Barrier full[2], empty[2];
     if (threadIdx.x == 0)
@@ -200,8 +195,7 @@ __device__ void multiply_majors(const Arguments& p, __half* a, __half* b, int* o
 }
 
 // One warpgroup: a (64 x 16) times b (16 x 32), in every layout; in (1024 + 512), out (4, 64, 32)
-extern "C" __global__ void majors(const Arguments p) {
-    wait_for_earlier_kernels();
+KERNEL(majors) {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     __half *a = reinterpret_cast<__half*>(shared_memory), *b = a + 64 * 64;
     multiply_majors<Major::K, Major::K>(p, a, b, p.out);
@@ -211,24 +205,21 @@ extern "C" __global__ void majors(const Arguments p) {
 }
 
 // ---- waiting forever, or for the wrong threads ----
-extern "C" __global__ void divergent_barrier(const Arguments p) {
-    wait_for_earlier_kernels();
+KERNEL(divergent_barrier) {
     if (threadIdx.x < 16)
         __syncthreads();
     else
         __syncthreads();  // (at divergent_barrier)
 }
 
-extern "C" __global__ void missing_lane(const Arguments p) {
-    wait_for_earlier_kernels();
+KERNEL(missing_lane) {
     if (threadIdx.x == 5)
         __syncthreads();
     else
         p.out[threadIdx.x] = __shfl_sync(ALL_LANES, 1, 0);  // (at missing_lane)
 }
 
-extern "C" __global__ void deadlock(const Arguments p) {
-    wait_for_earlier_kernels();
+KERNEL(deadlock) {
     if (threadIdx.x < 16)
         __syncwarp(0xffffu | 1u << 20);  // (at deadlock)
     else
@@ -236,36 +227,31 @@ extern "C" __global__ void deadlock(const Arguments p) {
     __syncthreads();
 }
 
-extern "C" __global__ void different_collectives(const Arguments p) {
-    wait_for_earlier_kernels();
+KERNEL(different_collectives) {
     if (threadIdx.x & 1)
         p.out[threadIdx.x] = __any_sync(ALL_LANES, 1);
     else
         p.out[threadIdx.x] = __shfl_sync(ALL_LANES, 1, 0);
 }
 
-extern "C" __global__ void exited_lane(const Arguments p) {
-    wait_for_earlier_kernels();
+KERNEL(exited_lane) {
     if (threadIdx.x >= 31) return;
     p.out[threadIdx.x] = __shfl_down_sync(ALL_LANES, 1, 1);  // (at exited_lane)
 }
 
-extern "C" __global__ void unrounded_operand(const Arguments p) {
-    wait_for_earlier_kernels();
+KERNEL(unrounded_operand) {
     const float a[4] = {1.0f, 1.0f, threadIdx.x == 9 ? 1.0001f : 1.0f, 1.0f}, b[2] = {1.0f, 2.0f};
     float c[4] = {};
     multiply_add_tf32(c, a, b);  // (at unrounded_operand)
     p.out[threadIdx.x] = c[0];
 }
 
-extern "C" __global__ void not_in_mask(const Arguments p) {
-    wait_for_earlier_kernels();
+KERNEL(not_in_mask) {
     __syncwarp(0x7fffffffu);  // (at not_in_mask)
 }
 
 // the first phase never ends: one arrival of two
-extern "C" __global__ void mbarrier_deadlock(const Arguments p) {
-    wait_for_earlier_kernels();
+KERNEL(mbarrier_deadlock) {
     __shared__ Barrier barrier;
     if (threadIdx.x == 0) barrier_init(&barrier, 33);
     __syncthreads();
@@ -273,21 +259,18 @@ extern "C" __global__ void mbarrier_deadlock(const Arguments p) {
     barrier_wait(&barrier, 0);  // (at mbarrier_deadlock)
 }
 
-extern "C" __global__ void mbarrier_not_made(const Arguments p) {
-    wait_for_earlier_kernels();
+KERNEL(mbarrier_not_made) {
     __shared__ Barrier barrier;
     if (threadIdx.x == 0) barrier = 0;
     __syncthreads();
     barrier_arrive(&barrier);  // (at mbarrier_not_made)
 }
 
-extern "C" __global__ void named_barrier_short(const Arguments p) {
-    wait_for_earlier_kernels();
+KERNEL(named_barrier_short) {
     if (threadIdx.x < 32) named_barrier(1, 64);  // (at named_barrier_short)
 }
 
-extern "C" __global__ void bulk_not_waited(const Arguments p) {
-    wait_for_earlier_kernels();
+KERNEL(bulk_not_waited) {
     __shared__ __align__(16) float row[4];
     for (int i = 0; i < 4; ++i) row[i] = 1.0f;
     bulk_reduce_add(reinterpret_cast<float*>(p.out), row, 16);  // (at bulk_not_waited)
@@ -295,15 +278,13 @@ extern "C" __global__ void bulk_not_waited(const Arguments p) {
 }
 
 // ---- Hopper ----
-extern "C" __global__ void mmas_not_waited(const Arguments p) {
-    wait_for_earlier_kernels();
+KERNEL(mmas_not_waited) {
     Fragment sums[1];
     Wgmma<1>::multiply<Major::K, Major::K>(sums, 0, 0, false);  // (at mmas_not_waited)
     wgmma_commit();
 }
 
-extern "C" __global__ void register_changed(const Arguments p) {
-    wait_for_earlier_kernels();
+KERNEL(register_changed) {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     Fragment sums[1];
     unsigned a[4] = {0, 0, 0, 0};
@@ -313,8 +294,7 @@ extern "C" __global__ void register_changed(const Arguments p) {
     wgmma_wait<0>();
 }
 
-extern "C" __global__ void different_mmas(const Arguments p) {
-    wait_for_earlier_kernels();
+KERNEL(different_mmas) {
     Fragment sums[1];
     if (threadIdx.x < 5) Wgmma<1>::multiply<Major::K, Major::K>(sums, 0, 0, false);
     wgmma_commit();
@@ -338,15 +318,13 @@ __device__ void ask_for_row(const Arguments& p, Barrier& barrier, unsigned char*
     __syncthreads();
 }
 
-extern "C" __global__ void tma_not_waited(const Arguments p) {
-    wait_for_earlier_kernels();
+KERNEL(tma_not_waited) {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     __shared__ Barrier barrier;
     ask_for_row(p, barrier, shared_memory, 128);
 }
 
-extern "C" __global__ void tma_read_early(const Arguments p) {
-    wait_for_earlier_kernels();
+KERNEL(tma_read_early) {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     __shared__ Barrier barrier;
     ask_for_row(p, barrier, shared_memory, 128);
@@ -354,31 +332,27 @@ extern "C" __global__ void tma_read_early(const Arguments p) {
     barrier_wait(&barrier, 0);
 }
 
-extern "C" __global__ void tma_of_fewer_bytes(const Arguments p) {
-    wait_for_earlier_kernels();
+KERNEL(tma_of_fewer_bytes) {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     __shared__ Barrier barrier;
     ask_for_row(p, barrier, shared_memory, 256);
     barrier_wait(&barrier, 0);  // (at tma_of_fewer_bytes)
 }
 
-extern "C" __global__ void tma_between_rows(const Arguments p) {
-    wait_for_earlier_kernels();
+KERNEL(tma_between_rows) {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     __shared__ Barrier barrier;
     ask_for_row(p, barrier, shared_memory + 64, 128);
 }
 
-extern "C" __global__ void arrival_too_many(const Arguments p) {
-    wait_for_earlier_kernels();
+KERNEL(arrival_too_many) {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     __shared__ Barrier barrier;
     ask_for_row(p, barrier, shared_memory, 128);
     barrier_arrive(&barrier);
 }
 
-extern "C" __global__ void store_not_waited(const Arguments p) {
-    wait_for_earlier_kernels();
+KERNEL(store_not_waited) {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     reinterpret_cast<int*>(shared_memory)[threadIdx.x] = 1;
     __syncwarp();
@@ -389,8 +363,7 @@ extern "C" __global__ void store_not_waited(const Arguments p) {
 
 // ---- memory ----
 // the stage is refilled without waiting until it is empty
-extern "C" __global__ void pipeline_race(const Arguments p) {
-    wait_for_earlier_kernels();
+KERNEL(pipeline_race) {
     __shared__ int row[32];
     __shared__ Barrier full;
     if (threadIdx.x == 0) barrier_init(&full, 32);
@@ -407,8 +380,7 @@ extern "C" __global__ void pipeline_race(const Arguments p) {
 }
 
 // the third warp waits for the second one, but reads what the first one writes
-extern "C" __global__ void barrier_of_others(const Arguments p) {
-    wait_for_earlier_kernels();
+KERNEL(barrier_of_others) {
     __shared__ int row[32];
     __shared__ Barrier full, other;
     if (threadIdx.x == 0) {
@@ -427,8 +399,7 @@ extern "C" __global__ void barrier_of_others(const Arguments p) {
     }
 }
 
-extern "C" __global__ void shared_race(const Arguments p) {
-    wait_for_earlier_kernels();
+KERNEL(shared_race) {
     __shared__ int x[64];
     x[threadIdx.x] = 0;
     __syncthreads();
@@ -437,8 +408,7 @@ extern "C" __global__ void shared_race(const Arguments p) {
 }
 
 // a shuffle orders nothing
-extern "C" __global__ void warp_race(const Arguments p) {
-    wait_for_earlier_kernels();
+KERNEL(warp_race) {
     __shared__ int x[32];
     x[threadIdx.x] = 0;
     __syncthreads();
@@ -447,8 +417,7 @@ extern "C" __global__ void warp_race(const Arguments p) {
     p.out[threadIdx.x] = x[31 - threadIdx.x];  // (at warp_race)
 }
 
-extern "C" __global__ void write_after_read(const Arguments p) {
-    wait_for_earlier_kernels();
+KERNEL(write_after_read) {
     __shared__ int x[64];
     x[threadIdx.x] = 0;
     __syncthreads();
@@ -459,14 +428,12 @@ extern "C" __global__ void write_after_read(const Arguments p) {
     p.out[threadIdx.x] = mine;
 }
 
-extern "C" __global__ void block_race(const Arguments p) {
-    wait_for_earlier_kernels();
+KERNEL(block_race) {
     p.out[threadIdx.x] = blockIdx.x;  // (at block_race)
 }
 
 // The number is written after the ticket is taken.
-extern "C" __global__ void ticket_too_early(const Arguments p) {
-    wait_for_earlier_kernels();
+KERNEL(ticket_too_early) {
     bool last = false;
     if (threadIdx.x == 0) last = take_ticket(reinterpret_cast<unsigned*>(p.out), 1) == 1;
     __syncthreads();
@@ -476,8 +443,7 @@ extern "C" __global__ void ticket_too_early(const Arguments p) {
 }
 
 // A thread other than the ticket's reads, without a barrier between them.
-extern "C" __global__ void ticket_of_another(const Arguments p) {
-    wait_for_earlier_kernels();
+KERNEL(ticket_of_another) {
     if (threadIdx.x == 0) p.out[1 + blockIdx.x] = 1;
     if (threadIdx.x == 0) take_ticket(reinterpret_cast<unsigned*>(p.out), 1);
     if (threadIdx.x == 1 && blockIdx.x == 1) p.out[3] = p.out[1];  // (at ticket_of_another)
@@ -517,43 +483,36 @@ extern "C" __global__ void exit_too_early(const Arguments p) {
     p.out[threadIdx.x] = 1;
 }
 
-extern "C" __global__ void read_behind(const Arguments p) {
-    wait_for_earlier_kernels();
+KERNEL(read_behind) {
     p.out[threadIdx.x] = p.in[threadIdx.x + 1];  // (at read_behind)
 }
 
-extern "C" __global__ void write_behind(const Arguments p) {
-    wait_for_earlier_kernels();
+KERNEL(write_behind) {
     p.out[threadIdx.x + 1] = 1;  // (at write_behind)
 }
 
-extern "C" __global__ void write_input(const Arguments p) {
-    wait_for_earlier_kernels();
+KERNEL(write_input) {
     const_cast<int*>(p.in)[threadIdx.x] = 1;  // (at write_input)
 }
 
 // 64 bytes
-extern "C" __global__ void shared_behind(const Arguments p) {
-    wait_for_earlier_kernels();
+KERNEL(shared_behind) {
     extern __shared__ __align__(128) unsigned char shared_memory[];
     reinterpret_cast<int*>(shared_memory)[threadIdx.x] = 1;  // (at shared_behind)
 }
 
-extern "C" __global__ void uninitialised(const Arguments p) {
-    wait_for_earlier_kernels();
+KERNEL(uninitialised) {
     __shared__ int x[64];
     if (threadIdx.x < 31) x[threadIdx.x] = 1;
     __syncthreads();
     p.out[threadIdx.x] = x[threadIdx.x];  // (at uninitialised)
 }
 
-extern "C" __global__ void uninitialised_output(const Arguments p) {
-    wait_for_earlier_kernels();
+KERNEL(uninitialised_output) {
     p.out[threadIdx.x] += 1;  // (at uninitialised_output)
 }
 
-extern "C" __global__ void missing_wait(const Arguments p) {
-    wait_for_earlier_kernels();
+KERNEL(missing_wait) {
     __shared__ __align__(16) int x[128];
     copy_async_16(x + 4 * threadIdx.x, p.in + 4 * threadIdx.x, 16);
     copy_async_commit();
@@ -561,8 +520,7 @@ extern "C" __global__ void missing_wait(const Arguments p) {
     p.out[threadIdx.x] = x[4 * threadIdx.x];  // (at missing_wait)
 }
 
-extern "C" __global__ void missing_barrier_after_wait(const Arguments p) {
-    wait_for_earlier_kernels();
+KERNEL(missing_barrier_after_wait) {
     __shared__ __align__(16) int x[128];
     for (int i = threadIdx.x; i < 128; i += 32) x[i] = 0;
     __syncthreads();
@@ -572,31 +530,26 @@ extern "C" __global__ void missing_barrier_after_wait(const Arguments p) {
     p.out[threadIdx.x] = x[127 - 4 * threadIdx.x];  // (at missing_barrier_after_wait)
 }
 
-extern "C" __global__ void misaligned(const Arguments p) {
-    wait_for_earlier_kernels();
+KERNEL(misaligned) {
     *reinterpret_cast<int4*>(p.out + 1) = make_int4(1, 2, 3, 4);  // (at misaligned)
 }
 
-extern "C" __global__ void misaligned_copy(const Arguments p) {
-    wait_for_earlier_kernels();
+KERNEL(misaligned_copy) {
     __shared__ __align__(16) int x[128];
     copy_async_16(x, p.in + 1, 16);  // (at misaligned_copy)
 }
 
-extern "C" __global__ void overflow(const Arguments p) {
-    wait_for_earlier_kernels();
+KERNEL(overflow) {
     p.out[threadIdx.x] = p.in[threadIdx.x] + 2147483647;  // (at overflow)
 }
 
-extern "C" __global__ void wrong_index(const Arguments p) {
-    wait_for_earlier_kernels();
+KERNEL(wrong_index) {
     __shared__ int x[16], y[32];
     y[threadIdx.x] = 0;
     x[threadIdx.x] = 1;  // (at wrong_index)
 }
 
-extern "C" __global__ void null_pointer(const Arguments p) {
-    wait_for_earlier_kernels();
+KERNEL(null_pointer) {
     const int* nothing = p.n == 0 ? p.in : nullptr;
     p.out[threadIdx.x] = *nothing;  // (at null_pointer)
 }
@@ -604,8 +557,7 @@ extern "C" __global__ void null_pointer(const Arguments p) {
 __device__ __noinline__ void count_to(int* x, int n) {
     for (int i = 0; i <= n; ++i) x[i] = i;
 }
-extern "C" __global__ void stack_behind(const Arguments p) {
-    wait_for_earlier_kernels();
+KERNEL(stack_behind) {
     int x[8];
     count_to(x, p.n / 4);
     p.out[threadIdx.x] = x[3];
@@ -616,18 +568,15 @@ __device__ __noinline__ int deeper(int n) {
     page[n % 4096] = 1;
     return n == 0 ? 0 : deeper(n - 1) + page[n % 4096];
 }
-extern "C" __global__ void endless_recursion(const Arguments p) {
-    wait_for_earlier_kernels();
+KERNEL(endless_recursion) {
     p.out[threadIdx.x] = deeper(1000000);
 }
 
-extern "C" __global__ void half_written(const Arguments p) {
-    wait_for_earlier_kernels();
+KERNEL(half_written) {
     if (threadIdx.x < 20) p.out[threadIdx.x] = 1;
 }
 
-extern "C" __global__ void written_twice(const Arguments p) {
-    wait_for_earlier_kernels();
+KERNEL(written_twice) {
     p.out[threadIdx.x] = 1;
     p.out[threadIdx.x] = p.in[threadIdx.x];
 }

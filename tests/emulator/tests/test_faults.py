@@ -22,6 +22,8 @@ FILE = Path(__file__).parents[1] / "faulty.cu"
 def source() -> str:
     first, _, rest = FILE.read_text().partition('#include "sm90/ptx.cuh"')
     line = first.count("\n") + 2
+    rest = re.sub(r"^KERNEL\((\w+)\) {",
+                  r'extern "C" __global__ void \1(const Arguments p) { wait_for_earlier_kernels();', rest, flags=re.M)
     return f'{first}{build.with_twins(jit.source_text("sm90/ptx.cuh"))}#line {line} "faulty.cu"{rest}'
 
 
