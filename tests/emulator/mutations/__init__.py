@@ -12,6 +12,7 @@
     test_mutations.py         puts them in
     generated.py              mutants made mechanically; test_generated.py runs them
 """
+import re
 from typing import NamedTuple
 
 
@@ -23,3 +24,9 @@ class Fault(NamedTuple):
     old: str
     new: str
     caught_by: str  # a key of ``checks.CHECKS``
+
+
+def fault(name: str, file: str, edit: str, caught_by: str) -> Fault:
+    """The fault of an edit: the kernel's text with one place marked, as «what goes» or as «what goes→what comes»."""
+    before, gone, comes, after = re.fullmatch("(.*)«(.*?)(?:→(.*))?»(.*)", edit, re.DOTALL).groups("")
+    return Fault(name, file, before + gone + after, before + comes + after, caught_by)
