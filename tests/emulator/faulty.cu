@@ -10,6 +10,8 @@ struct Arguments {
     int n;
 };
 
+extern __shared__ __align__(1024) unsigned char shared_memory[];
+
 // ---- right ----
 // one warp, n = 32 * 12
 KERNEL(collectives) {
@@ -196,7 +198,6 @@ __device__ void multiply_majors(const Arguments& p, __half* a, __half* b, int* o
 
 // One warpgroup: a (64 x 16) times b (16 x 32), in every layout; in (1024 + 512), out (4, 64, 32)
 KERNEL(majors) {
-    extern __shared__ __align__(1024) unsigned char shared_memory[];
     __half *a = reinterpret_cast<__half*>(shared_memory), *b = a + 64 * 64;
     multiply_majors<Major::K, Major::K>(p, a, b, p.out);
     multiply_majors<Major::K, Major::MN>(p, a, b, p.out + 2048);
@@ -285,7 +286,6 @@ KERNEL(mmas_not_waited) {
 }
 
 KERNEL(register_changed) {
-    extern __shared__ __align__(1024) unsigned char shared_memory[];
     Fragment sums[1];
     unsigned a[4] = {0, 0, 0, 0};
     Wgmma<1>::multiply<Major::MN>(sums, a, matrix_descriptor(shared_memory, 0), false);  // (at register_changed)
@@ -319,13 +319,11 @@ __device__ void ask_for_row(const Arguments& p, Barrier& barrier, unsigned char*
 }
 
 KERNEL(tma_not_waited) {
-    extern __shared__ __align__(1024) unsigned char shared_memory[];
     __shared__ Barrier barrier;
     ask_for_row(p, barrier, shared_memory, 128);
 }
 
 KERNEL(tma_read_early) {
-    extern __shared__ __align__(1024) unsigned char shared_memory[];
     __shared__ Barrier barrier;
     ask_for_row(p, barrier, shared_memory, 128);
     p.out[threadIdx.x] = reinterpret_cast<int*>(shared_memory)[threadIdx.x];  // (at tma_read_early)
@@ -333,27 +331,23 @@ KERNEL(tma_read_early) {
 }
 
 KERNEL(tma_of_fewer_bytes) {
-    extern __shared__ __align__(1024) unsigned char shared_memory[];
     __shared__ Barrier barrier;
     ask_for_row(p, barrier, shared_memory, 256);
     barrier_wait(&barrier, 0);  // (at tma_of_fewer_bytes)
 }
 
 KERNEL(tma_between_rows) {
-    extern __shared__ __align__(1024) unsigned char shared_memory[];
     __shared__ Barrier barrier;
     ask_for_row(p, barrier, shared_memory + 64, 128);
 }
 
 KERNEL(arrival_too_many) {
-    extern __shared__ __align__(1024) unsigned char shared_memory[];
     __shared__ Barrier barrier;
     ask_for_row(p, barrier, shared_memory, 128);
     barrier_arrive(&barrier);
 }
 
 KERNEL(store_not_waited) {
-    extern __shared__ __align__(1024) unsigned char shared_memory[];
     reinterpret_cast<int*>(shared_memory)[threadIdx.x] = 1;
     __syncwarp();
     const TensorMap map = row_of_input({nullptr, p.out, 0});
@@ -462,7 +456,6 @@ extern "C" __global__ void copy_too_early(const Arguments p) {
 
 // The TMA load is issued after the wait, and may arrive immediately.
 extern "C" __global__ void tma_too_early(const Arguments p) {
-    extern __shared__ __align__(1024) unsigned char shared_memory[];
     __shared__ Barrier barrier;
     if (threadIdx.x != 0) wait_for_earlier_kernels();
     ask_for_row(p, barrier, shared_memory, 128);
@@ -497,7 +490,6 @@ KERNEL(write_input) {
 
 // 64 bytes
 KERNEL(shared_behind) {
-    extern __shared__ __align__(128) unsigned char shared_memory[];
     reinterpret_cast<int*>(shared_memory)[threadIdx.x] = 1;  // (at shared_behind)
 }
 
