@@ -57,32 +57,25 @@ def packed(q: Any, k: Any, v: Any, s: Any) -> Any:
 CALLS = [from_scores, from_values, with_two_masks, packed]
 
 
-class Saved:
-    """The tensors saved by autograd besides arguments and results."""
-
-    def __init__(self, *known: Any):
-        self._known = {x.data_ptr() for x in known}
-        self.made: list[Any] = []
-
-    def pack(self, x: Any) -> Any:
-        if x.data_ptr() not in self._known:
-            self.made.append(weakref.ref(x))
-        return x
-
-    def alive(self) -> int:
-        gc.collect()
-        return sum(x() is not None for x in self.made)
+def alive(references: list[Any]) -> int:
+    gc.collect()
+    return sum(x() is not None for x in references)
 
 
 @pytest.mark.parametrize("call", CALLS)
 def test_what_a_call_makes_is_freed_by_its_backward(call, device):
-    inputs = draw()
-    saved = Saved(*inputs)
-    with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda x: x):
+    inputs, saved = draw(), []
+
+    def pack(x: Any) -> Any:
+        if x.data_ptr() not in [known.data_ptr() for known in inputs]:
+            saved.append(weakref.ref(x))
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         loss = call(*inputs).sum()
-    assert saved.alive() >= 3  # out, lse, and at least one array that the call has made
+    assert alive(saved) >= 3  # out, lse, and at least one array that the call has made
     loss.backward()
-    assert saved.alive() == 0 and loss.grad_fn is not None
+    assert alive(saved) == 0 and loss.grad_fn is not None
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -94,8 +87,7 @@ def test_a_checkpointed_call_keeps_nothing(call, device, monkeypatch):
     monkeypatch.setattr(torch.autograd.function.FunctionCtx, "save_for_backward", lambda ctx, *tensors: (
         made.extend(weakref.ref(x) for x in tensors if x is not None and not x.requires_grad), save(ctx, *tensors))[1])
     loss = checkpoint(call, *inputs, use_reentrant=False).sum()
-    gc.collect()
-    assert made and not [x() for x in made if x() is not None]
+    assert made and not alive(made)
     loss.backward()
     expected = torch.autograd.grad(call(*inputs).sum(), inputs)
     for x, wanted in zip(inputs, expected):

@@ -7,6 +7,7 @@ import cupy_dma as dma
 from cupy_dma.backends.cuda.runtime.program import overridden
 from cupy_dma.backward import dynamic_mask_attention_backward
 from tests import emulator
+from tests.emulator.tests.test_call_keys import Arrays
 from tests.emulator.tests.test_residues import check_rows
 
 
@@ -85,17 +86,9 @@ def test_dense_biases_have_strides_of_their_own():
         rows = [x[:, :keys] if i else x for i, x in enumerate(arrays)]
         bias = draw(2, 2, 40, keys)
         for given in (within(bias, 2, 3, 40, keys), within(bias, 2, 2, 43, keys), within(bias, 2, 2, 40, 48),
-                      within(bias, 2, 2, 40, 45), odd_address(bias), np.broadcast_to(bias[:, :1], bias.shape)):
+                      within(bias, 2, 2, 40, 45), Arrays().placed(bias, offset=1),
+                      np.broadcast_to(bias[:, :1], bias.shape)):
             check_rows(arrays[0], *rows, bias=given)
-
-
-def odd_address(array):
-    """A copy two bytes behind a multiple of 16, in rows of the same strides."""
-    memory = np.zeros(array.nbytes + 32, np.uint8)
-    begin = -memory.ctypes.data % 16 + 2
-    found = memory[begin:begin + array.nbytes].view(array.dtype).reshape(array.shape)
-    found[...] = array
-    return found
 
 
 def test_strides_of_a_single_axis_that_are_not_aligned():
