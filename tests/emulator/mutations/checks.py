@@ -22,6 +22,7 @@ from tests.emulator.tests import (
     test_decode,
     test_documents,
     test_forward,
+    test_hidden_keys,
     test_key_plan,
     test_lifetimes,
     test_numerics,
@@ -108,19 +109,6 @@ def bounds(pages: int) -> None:
         test_varlen.test_bounds_that_a_program_makes(("int32", "int64", "int32"), True, pages, device)
 
 
-def lists_over_chunks() -> None:
-    """A mask whose lists are made from two chunks of 2048 keys."""
-    agrees(drawn(300, 2200, (1, 1), 16)[1:], 5e-3, mask=dma.IntervalMask.sliding_window(2200, 90))
-
-
-def gathered_biases() -> None:
-    """Biases for whole blocks of keys, with and without hidden keys between them, and a partial last tile."""
-    rng, *rows = drawn(70, 400, (1, 1), 16)
-    bias = rng.standard_normal((1, 1, 70, 400)).astype(np.float16)
-    for mask in (np.broadcast_to(np.arange(400) % 3 == 0, (70, 400)).copy(), None):
-        agrees(rows, 5e-3, mask=mask, bias=bias)
-
-
 @later
 def decoding(history: History | None = None, **options: Any) -> None:
     """Append tokens to a cache one by one."""
@@ -142,20 +130,8 @@ def slots(case: int, length: int) -> tuple[Any, ...]:
     return test_several_tokens.test_slots, found, length, True
 
 
-def flash_decode() -> None:
-    """Several steps per warp, so that sums are rescaled."""
-    _, q, k, v = drawn(2, 6000, (4, 2), 16)
-    agrees((3 * q, k, v), 3e-3)
-
-
-def window_of_flash_decode() -> None:
-    """Two queries, and one key that only the first of them sees, in a step of keys that both see or none."""
-    agrees(drawn(2, 600, (4, 2), 16)[1:], 2e-3, mask=dma.IntervalMask.sliding_window(600, 90))
-
-
-@later
-def last_queries(queries: int) -> None:
-    test_decode.test_last_queries_of_a_history(6000, 60, queries, 4, "float16", lambda *_: True)
+def last_queries() -> None:
+    test_decode.test_last_queries_of_a_history(6000, 60, 4, 4, "float16", lambda *_: True)
 
 
 @later
@@ -344,23 +320,11 @@ def bad_super_tile() -> None:
     assert np.array_equal(clean.value[:, unseen], found.value[:, unseen])
 
 
-@later
-def sm90_backward_grid(name: str) -> None:
-    case = named(name)
+def sm90_backward_causality_and_intervals() -> None:
+    case = named("causal-and-padding")
     with hopper_in_random_order():
         found = cases.run_backward(case, backend="emulator", with_dlse=True, deterministic=True)
     cases.check_backward(case, found, with_dlse=True)
-
-
-def biases_that_hide() -> None:
-    """Rows whose keys all have a bias of -inf have no visible keys."""
-    bias = np.zeros((1, 1, 200), np.float32)
-    bias[..., :10] = -np.inf
-    options: dict[str, Any] = {"length": 200, "window": 0, "causal": True, "bias": bias, "deterministic": True}
-    with hopper_in_random_order():
-        found = test_sm90_backward.gradients("emulator", **options)
-    assert not found.query[:, :10].any()
-    test_sm90_backward.check(found, **options)
 
 
 OWN: dict[str, Callable[[], None]] = {
@@ -399,15 +363,12 @@ OWN: dict[str, Callable[[], None]] = {
     "sm90 backward[D40]": sm90_backward(window=0, length=200, head_dim=40),
     "sm90 backward[softcap]": sm90_backward(softcap=3.0),
     "sm90 backward[a bad super-tile]": bad_super_tile,
-    "sm90 backward[dlse]": sm90_backward_grid("bias-key-top_w"),
-    "sm90 backward[causality and intervals]": sm90_backward_grid("causal-and-padding"),
-    "sm90 backward[biases that hide]": biases_that_hide,
+    "sm90 backward[causality and intervals]": sm90_backward_causality_and_intervals,
     "sm90 one pass[lists]": sm90_backward(num_sms=2, deterministic=False),
     "sm90 one pass[causal, D128]": sm90_backward(window=0, causal=True, head_dim=128, length=500, deterministic=False),
     "sm90 one pass[more keys than queries]": sm90_backward(window=0, causal=True, head_dim=128, length=180, queries=130,
                                                            deterministic=False),
     "test_forward_grid[Hopper, heads-6/2]": sm90_grid("128x128", "heads-6/2-top_w"),
-    "flash_decode": flash_decode, "flash_decode[window]": window_of_flash_decode,
     "decoding": decoding(),
     "decoding[several splits]": decoding(window=100, recent=2, length=104, heads=2, kv_heads=1),
     "decoding[sets]": decoding(dtype="bfloat16", head_dim=136, value_dim=16, window=5, length=12, heads=20, kv_heads=2),
@@ -415,11 +376,11 @@ OWN: dict[str, Callable[[], None]] = {
     "decoding[gates]": decoding(Gates(dtype="float16", head_dim=16, length=24, batch=1, capacity=3)),
     "decoding[ragged]": decoding(window=(66, 3), length=72, batch=2, heads=24, kv_heads=2, head_dim=8),
     "decoding[windows]": decoding(window=(9, 4)), "decoding[delay]": decoding(bias_delay=4, scores="hidden"),
-    "last_queries[1]": last_queries(1), "last_queries[4]": last_queries(4),
-    "lists_over_chunks": lists_over_chunks, "gathered_biases": gathered_biases,
+    "last_queries": last_queries,
 }
 
 TESTS: dict[str, tuple[Any, ...]] = {  # a test of another file and its arguments
+    "sm90 backward[biases that hide]": (test_hidden_keys.test_forward_and_backward, test_hidden_keys.KINDS[3]),
     "sm90 stored[unseen]": (test_sm90_stored.test_rows_and_keys_that_do_not_count_may_hold_anything,),
     "sm90 stored[a bad key]": (test_sm90_stored.test_a_bad_key_leaves_rows_that_see_nothing_zero,),
     "several": several(0), "several[sinks and recent]": several(1), "several[splits]": several(5),

@@ -86,9 +86,9 @@ FAULTS = [
           "test_dense_masks_with_gaps"),
     # ---- dense biases ----
     fault("gathered keys are taken to be consecutive", "sm80/gather.cuh",
-          "index[«BLOCK_N - 1] - index[0] == BLOCK_N - 1 && index[»0]", "gathered_biases"),
+          "index[«BLOCK_N - 1] - index[0] == BLOCK_N - 1 && index[»0]", "test_dense_masks_with_gaps"),
     fault("biases of queries past the last are read", "common/bias.cuh",
-          "const bool exists = «row < source.count→true»;", "gathered_biases"),
+          "const bool exists = «row < source.count→true»;", "test_dense_masks_with_gaps"),
     fault("the bias is not turned over for the key gradient", "sm80/backward_dkv.cu",
           "shared.bias_rows[stage].x[«column→n» * BiasTile", "test_backward_grid[dense-both-dense=1hqk-bhqk]"),
     fault("keys that no tile looks at get no bias gradient", "sm80/backward_dq.cu",

@@ -123,10 +123,10 @@ FAULTS = [
           "test_backward_grid[mask-none]"),
     # ---- decoding ----
     fault("no barrier before the ticket of a count", "select/last_queries_top_w.cu",
-          "    «__syncthreads();  // the block's counts→//»", "last_queries[1]"),
+          "    «__syncthreads();  // the block's counts→//»", "last_queries"),
     fault("the last digit of the best is taken for one higher", "select/last_queries_top_w.cu",
-          "const Ranked digit = DIGITS -« 1 -»", "last_queries[1]"),
-    fault("arrivals push out no key", "select/last_queries_top_w.cu", "&& --remaining «==→<» 0)", "last_queries[4]"),
+          "const Ranked digit = DIGITS -« 1 -»", "last_queries"),
+    fault("arrivals push out no key", "select/last_queries_top_w.cu", "&& --remaining «==→<» 0)", "last_queries"),
     # ---- programmatic dependent launch ----
     fault("values are read ahead of the wait", "select/key_scores.cu",
           "«    wait_for_earlier_kernels();\n#if TENSOR_CORES\n    score_keys(p);→#if TENSOR_CORES\n"

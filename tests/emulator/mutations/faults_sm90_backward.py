@@ -282,7 +282,7 @@ FAULTS = [
     fault("a tile ends one block early", DQ_PRODUCER, "        more = following.first >= 0«→ && !following.masked»;\n",
           CAUSAL),
     fault("delta without the gradient of lse", DQ_CONSUMER, "row_sum(delta[r])« - shared.dlse[row(r)]»",
-          "sm90 backward[dlse]"),
+          "sm90 backward[causality and intervals]"),
     fault("delta of a quarter of the columns", DQ_CONSUMER, "«row_sum(delta[r])→delta[r]» -", LISTS),
     fault("dq without the scale", DQ_CONSUMER, "for_each_pair(dq, r, «p.scale→1.0f»,", LISTS),
     fault("rows that see nothing have a gradient", DQ_CONSUMER, "«sees→true» ? pack_pair",
