@@ -35,8 +35,6 @@ from tests.emulator.tests import (
 )
 from tests.gpu.sm90_tiles import TILES, taken
 from tests.oracle import cases, schedule_cases
-from tests.oracle.cache_cases import History
-from tests.unit.test_gated_cache import Gates
 
 
 def later(check: Callable[..., None]) -> Callable[..., Callable[[], None]]:
@@ -107,18 +105,6 @@ def delay(kernels: str, name: str) -> tuple[Any, ...]:
 def bounds(pages: int) -> None:
     with emulator.using() as device:
         test_varlen.test_bounds_that_a_program_makes(("int32", "int64", "int32"), True, pages, device)
-
-
-@later
-def decoding(history: History | None = None, **options: Any) -> None:
-    """Append tokens to a cache one by one."""
-    usual = {"dtype": "float16", "head_dim": 16, "window": 7, "length": 24, "batch": 1}
-    history = history or History(**{**usual, **options})
-    cache = history.cache(backend="emulator")
-    for p in range(history.length):
-        results = history.run(cache, [1], begin=p)
-        history.check_kept(cache, p)
-        history.check(*results, begin=p)
 
 
 def several(case: int) -> tuple[Any, ...]:
@@ -369,13 +355,6 @@ OWN: dict[str, Callable[[], None]] = {
     "sm90 one pass[more keys than queries]": sm90_backward(window=0, causal=True, head_dim=128, length=180, queries=130,
                                                            deterministic=False),
     "test_forward_grid[Hopper, heads-6/2]": sm90_grid("128x128", "heads-6/2-top_w"),
-    "decoding": decoding(),
-    "decoding[several splits]": decoding(window=100, recent=2, length=104, heads=2, kv_heads=1),
-    "decoding[sets]": decoding(dtype="bfloat16", head_dim=136, value_dim=16, window=5, length=12, heads=20, kv_heads=2),
-    "decoding[sinks and recent]": decoding(sinks=2, recent=3),
-    "decoding[gates]": decoding(Gates(dtype="float16", head_dim=16, length=24, batch=1, capacity=3)),
-    "decoding[ragged]": decoding(window=(66, 3), length=72, batch=2, heads=24, kv_heads=2, head_dim=8),
-    "decoding[windows]": decoding(window=(9, 4)), "decoding[delay]": decoding(bias_delay=4, scores="hidden"),
     "last_queries": last_queries,
 }
 
@@ -399,6 +378,9 @@ TESTS: dict[str, tuple[Any, ...]] = {  # a test of another file and its argument
     **{f"chunks[packed{kind}]": (test_chunks.test_bits_are_those_of_array_code, test_chunks.CASES[i], "packed")
        for kind, i in (("", 0), (" gates", 5), (" codes", 8))},
     "chunks[long]": (test_chunks.test_long_chunks, 40), "chunks[rows]": (test_chunks.test_long_chunks, 1500),
+    **{f"decoding[{name}]": (test_decode.test_against_the_oracle, test_decode.CASES[i], "as it comes")
+       for i, name in ((0, "several splits"), (1, "sinks and recent"), (6, "sets"), (9, "windows"), (11, "delay"),
+                       (13, "ragged"))},
     "decoding[clusters]": (test_decode.test_clusters_of_blocks, test_decode.CLUSTERS[0]),
     **{f"test_forward_grid[{name}]": grid(name) for name in (
         "mask-none", "mask-window", "heads-4/2-top_w", "mask-per_batch", "float16-D3", "bfloat16-D40",
