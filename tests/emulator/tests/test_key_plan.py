@@ -16,7 +16,7 @@ from cupy_dma.backends.cuda.runtime.program import fresh, run
 from cupy_dma.backward import attention_backward
 from tests import emulator
 from tests.emulator.runtime import Order
-from tests.emulator.tests.test_lifetimes import clipped, expected_order
+from tests.emulator.tests.test_lifetimes import check_hidden_problem, clipped, expected_order, hidden_problem
 from tests.oracle import cases, delay_cases, reference, schedule_cases
 from tests.oracle.lifetime_cases import NAMES, masks
 
@@ -155,27 +155,18 @@ SHAPES = [  # keys, queries, batch, heads, head dim, steps of a split: 0 as the 
 def test_gradients_of_split_tiles(keys, queries, batch, heads, head_dim, steps, one_pass, name):
     """Against the oracle, also of tiles without steps, under masks that hide all keys and that show all; in two passes
     the same bits in any order of threads and on any number of SMs."""
-    rng, mask = np.random.default_rng(1), dict(masks(keys, heads[1]))[name]
-    q, dout = rng.standard_normal((2, batch, queries, heads[0], head_dim)).astype(np.float16)
-    k, v = rng.standard_normal((2, batch, keys, heads[1], head_dim)).astype(np.float16)
-    bias = rng.standard_normal((1, heads[1], keys)).astype(np.float32)
-    start, stop = clipped(mask, queries, False)
-    unseen = start >= stop
-    k[:, unseen.T] = v[:, unseen.T] = np.nan  # invisible keys may hold anything
-    given = {"mask": mask, "bias": bias, "backend": "emulator"}
+    (dout, *rows), given, unseen = hidden_problem(name, keys, queries, batch, heads, head_dim)
     found = []
     with emulator.hopper_gpu():
-        out, lse = dma.attention(q, k, v, **given, return_lse=True)
+        out, lse = dma.attention(*rows, **given, return_lse=True)
     splits = sm90_splits.QuerySplits(2, steps) if steps else None
     with schedule_cases.hopper_gradients(one_pass), fresh(query_splits=splits):
         for sms, order in ((3, Order()), (5 if steps else 3, Order("random", "random", 1))):
             with emulator.hopper_gpu(order=order), schedule_cases.num_sms(sms):
-                found.append(attention_backward(dout, q, k, v, out, lse, **given, deterministic=not one_pass))
+                found.append(attention_backward(dout, *rows, out, lse, **given, deterministic=not one_pass))
     for field, ours, again in zip(found[0]._fields, *found):
         assert one_pass and field == "query" or np.array_equal(ours, again), field
-    reference.check_attention_gradients(found[0], dout, q, *(np.nan_to_num(x) for x in (k, v)), causal=False,
-                                        dense_mask=mask.to_dense(queries), bias=bias[:, :, None])
-    assert not found[0].key[:, unseen.T].any() and not found[0].bias[unseen[None]].any()
+    check_hidden_problem(found[0], dout, *rows, given, unseen)
 
 
 @pytest.mark.slow

@@ -218,24 +218,33 @@ def test_gradients_of_other_lengths(keys, queries, head_dim, hopper, one_pass, n
     check_gradients(keys, queries, (2, 1), head_dim, name, hopper, one_pass)
 
 
+def hidden_problem(name: str, keys: int, queries: int, batch: int, heads: tuple[int, int], head_dim: int,
+                   causal: bool = False) -> tuple[list[np.ndarray], dict[str, Any], np.ndarray]:
+    """dout, query, key and value, options, and which keys nobody sees: these may hold anything, and hold NaN."""
+    rng, mask = np.random.default_rng(1), dict(masks(keys, heads[1]))[name]
+    q, dout = rng.standard_normal((2, batch, queries, heads[0], head_dim)).astype(np.float16)
+    k, v = rng.standard_normal((2, batch, keys, heads[1], head_dim)).astype(np.float16)
+    bias = rng.standard_normal((1, heads[1], keys)).astype(np.float32)
+    start, stop = clipped(mask, queries, causal)
+    unseen = start >= stop
+    k[:, unseen.T] = v[:, unseen.T] = np.nan
+    return [dout, q, k, v], {"mask": mask, "bias": bias, "causal": causal, "backend": "emulator"}, unseen
+
+
+def check_hidden_problem(found: Any, dout: Any, q: Any, k: Any, v: Any, given: dict[str, Any], unseen: Any) -> None:
+    reference.check_attention_gradients(found, dout, q, np.nan_to_num(k), np.nan_to_num(v), causal=given["causal"],
+                                        dense_mask=given["mask"].to_dense(q.shape[1]), bias=given["bias"][:, :, None])
+    assert not found.key[:, unseen.T].any() and not found.bias[unseen[None]].any()
+
+
 def check_gradients(keys: int, queries: int, heads: tuple[int, int], head_dim: int, name: str, hopper: bool,
                     one_pass: bool | None) -> None:
-    mask = dict(masks(keys, heads[1]))[name]
-    rng = np.random.default_rng(1)
-    q, dout = rng.standard_normal((2, 1, queries, heads[0], head_dim)).astype(np.float16)
-    k, v = rng.standard_normal((2, 1, keys, heads[1], head_dim)).astype(np.float16)
-    bias = rng.standard_normal((1, heads[1], keys)).astype(np.float32)
     for causal in (False, True) if name == "any start" else (False,):
-        start, stop = clipped(mask, queries, causal)
-        unseen = start >= stop
-        k[0, unseen.T] = v[0, unseen.T] = np.nan  # invisible keys may hold anything
-        given = {"mask": mask, "bias": bias, "causal": causal, "backend": "emulator"}
+        (dout, *rows), given, unseen = hidden_problem(name, keys, queries, 1, heads, head_dim, causal)
         with ((emulator.hopper_gpu if hopper else emulator.using)(), schedule_cases.hopper_gradients(one_pass),
               fresh(query_splits=sm90_splits.QuerySplits())):
-            out, lse = dma.attention(q, k, v, **given, return_lse=True)
-            first, second = (attention_backward(dout, q, k, v, out, lse, **given, deterministic=not one_pass)
+            out, lse = dma.attention(*rows, **given, return_lse=True)
+            first, second = (attention_backward(dout, *rows, out, lse, **given, deterministic=not one_pass)
                              for _ in range(2))
         assert one_pass or all(np.array_equal(ours, again) for ours, again in zip(first, second))
-        reference.check_attention_gradients(first, dout, q, *(np.nan_to_num(x) for x in (k, v)), causal=causal,
-                                            dense_mask=mask.to_dense(queries), bias=bias[:, :, None])
-        assert not first.key[0, unseen.T].any() and not first.bias[unseen[None]].any()
+        check_hidden_problem(first, dout, *rows, given, unseen)
