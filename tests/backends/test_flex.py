@@ -2,6 +2,7 @@
 compiled kernels (traced, without its compiler), and the torch operations for scores and selection. On a GPU:
 tests/gpu/test_flex.py."""
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -245,13 +246,8 @@ def test_read_only_and_reversed_arrays(rng):
 
 def test_varlen_is_refused(rng):
     call = attention_call(*draw(rng), None, None, Options())
-
-    class Varlen:
-        sequences = object()
-        query = call.query
-
     with pytest.raises(NotImplementedError, match=r"^backend='flex' cannot do this: .*varlen"):
-        passes.attention(Varlen())
+        passes.attention(SimpleNamespace(sequences=object(), query=call.query))
 
 
 # ---- scores and selection ----

@@ -12,6 +12,7 @@ from cupy_dma.backends.cuda.runtime.builder import Builder
 from cupy_dma.backends.cuda.runtime.program import fresh, overridden
 from cupy_dma.backward import dynamic_mask_attention_backward, key_scores_backward
 from tests import emulator
+from tests.emulator.tests.test_forward import check_bits
 from tests.oracle import cases
 
 NAMES = ("bfloat16-D64", "float32-", "mask-", "causal-and-", "window-1", "bias-", "softcap-key", "layout-",
@@ -34,13 +35,6 @@ def built(monkeypatch):
     return made
 
 
-def same(first: Any, second: Any) -> None:
-    for x, y in zip(first, second):
-        assert (x is None) == (y is None)
-        if x is not None:
-            np.testing.assert_array_equal(np.asarray(x).view(np.uint8), np.asarray(y).view(np.uint8))
-
-
 def moved(kept: list[np.ndarray]) -> Any:
     """Copies arrays, which stay alive: an address of an earlier call is out of bounds in a later one."""
     def copied(x: np.ndarray) -> np.ndarray:
@@ -58,7 +52,7 @@ def test_later_calls_run_the_programs_of_the_first(case, device, built):
     found += [cases.run_backward(case, convert, with_dlse=True, backend="emulator") for _ in range(2)]
     assert len(built) == count > 0
     for gradients in found[1:]:
-        same(found[0], gradients)
+        check_bits(found[0], gradients)
 
 
 @pytest.mark.parametrize("parameter", ["float32", "bfloat16"])
@@ -80,7 +74,7 @@ def test_the_whole_chain(parameter, device, built):
         found = results()
         counts.append(len(built))
         with fresh():
-            same(found, results())
+            check_bits(found, results())
         counts.append(len(built))
     first, second, *_ = steps = np.diff([0, *counts])
     assert list(steps[2::2]) == [0, 0] and list(steps[3::2]) == [second, second] and first > 0

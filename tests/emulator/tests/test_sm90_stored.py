@@ -15,7 +15,7 @@ import cupy_dma as dma
 from cupy_dma.backends.cuda.attention import sm90_stored
 from cupy_dma.backends.cuda.runtime import program
 from tests import emulator
-from tests.emulator.tests.test_forward import ORDERS, bits
+from tests.emulator.tests.test_forward import ORDERS, check_bits
 from tests.emulator.tests.test_sm90_backward import check, clean_and_spoiled, gradients, near
 from tests.oracle import cases, schedule_cases, varlen_cases
 
@@ -50,11 +50,6 @@ def stored(wanted: bool | None = True, lists: int = 0, sms: int = 4, **device: A
 def check_stored(**options: Any) -> None:
     with stored():
         check(gradients("emulator", **options), **options)
-
-
-def equal(found: Any, expected: Any) -> None:
-    for name, x, y in zip(found._fields, found, expected):
-        assert (x is None and y is None) or np.array_equal(bits(x), bits(y)), name
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -96,7 +91,7 @@ def test_chunks_and_orders_change_no_bit(lists, sms, order):
     """Four lists of three blocks each, in chunks that end within the lists of a head or with them."""
     options = {"heads": (4, 2), "length": 500}
     with stored(lists=lists, sms=sms, **({} if order is None else {"order": order})):
-        equal(gradients("emulator", **options), whole(**options))
+        check_bits(gradients("emulator", **options), whole(**options))
 
 
 def test_fewest_chunks_that_fit():
@@ -129,7 +124,7 @@ def test_rows_and_keys_that_do_not_count_may_hold_anything():
     with stored():
         clean, found = clean_and_spoiled({"q": (blank, np.nan), "dout": (blank, np.inf), "k": (unseen, np.nan),
                                           "v": (unseen, np.inf)}, window=0, length=500, mask=mask, bias=bias)
-    equal(found, clean)
+    check_bits(found, clean)
     assert not found.query[:, blank].any() and np.isfinite(found.query).all() and np.isfinite(found.key).all()
 
 
