@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import cupy_dma as dma
-from cupy_dma.arrays import library_named, numpy_dtype
-from cupy_dma.backends.cuda.attention import sm90, sm90_schedule
+from cupy_dma import backends
+from cupy_dma.arrays import library_named
+from cupy_dma.backends.cuda.attention import sm90
 from cupy_dma.backends.cuda.attention.sm90_splits import QuerySplits
 from cupy_dma.backends.cuda.runtime.program import fresh, overridden
 from cupy_dma.masks.interval import Hints
@@ -28,6 +29,7 @@ from tests.emulator.tests import (
     test_numerics,
     test_quantized_rows,
     test_several_tokens,
+    test_sm90,
     test_sm90_backward,
     test_sm90_stored,
     test_strides_and_reuse,
@@ -82,14 +84,32 @@ def agrees(rows: Sequence[np.ndarray], error: float, tile: str | None = None, ar
             stack.enter_context(taken(*TILES[tile]))
         stack.enter_context(around or contextlib.nullcontext())
         found = dma.attention(*rows, **options, return_lse=True, backend="emulator")
-    wide = [x.astype("f8" if x.dtype.name == "bfloat16" else "f4") for x in rows]
-    expected = dma.attention(*wide, **options, return_lse=True, backend="numpy")
+    expected = dma.attention(*(x.astype("f4") for x in rows), **options, return_lse=True, backend="numpy")
     for ours, theirs, bound in zip(found, expected, (error, 1e-4)):
         finite = np.isfinite(theirs)
         bound *= max(1.0, np.abs(theirs[finite]).max()) if ours is found[1] else 1.0
         assert np.array_equal(np.isfinite(ours.astype(theirs.dtype)), finite)
         assert np.abs(ours[finite] - theirs[finite]).max() < bound
     return found[0]
+
+
+def of_sm90(test: Callable[..., None], *case: Any) -> Callable[[], None]:
+    """A test of test_sm90.py that ``of_gpu`` has made, with one of its cases."""
+    assert case in test.pytestmark[0].args[1]
+
+    def check() -> None:
+        torch = pytest.importorskip("torch")
+        with (contextlib.ExitStack() as stack, emulator.hopper_gpu() as gpu, pytest.MonkeyPatch.context() as patch,
+              mock.patch.object(backends, "_FOR_CPU", "emulator"),
+              mock.patch.object(sm90, "attention", side_effect=sm90.attention) as attention):
+
+            def everything(*tile: Any) -> Any:
+                stack.enter_context(taken(*tile))
+                return attention.call_args_list
+
+            test(case, gpu, everything, torch, "cpu", patch)
+
+    return check
 
 
 def grid(name: str) -> tuple[Any, ...]:
@@ -131,64 +151,6 @@ def sm90_forward(tile: str, kind: str, head_dim: int = 64, **options: Any) -> No
                     "window": lambda: dma.IntervalMask.sliding_window(500, 150),
                     "dense": lambda: rng.random((1, 1, 500, 500)) < 0.5}[kind]()
     agrees(rows, 6e-3, tile, schedule_cases.num_sms(5), order=emulator.Order("random", "random", 1), **more)
-
-
-def rising_logits() -> None:
-    """Logits that rise: some sums of exponentials become too large, and some infinite."""
-    for slope in (0.4, 3.0):
-        bias = np.broadcast_to(slope * np.arange(300, dtype=np.float32), (1, 1, 300))
-        agrees(drawn(300, 300)[1:], 6e-3, "192x96", bias=bias, causal=True)
-
-
-def logits_that_change() -> None:
-    """Within a tile, the first keys use one polynomial of the softcap, later keys another, and the last keys none."""
-    _, q, k, v = drawn(400, 400)
-    q /= 4
-    for part, size in zip(np.split(k, 4, axis=1), (0.2, 0.45, 0.45, 3.0)):
-        part *= size * 8.0 * 5.0 / np.abs(np.einsum("bqhd,bkgd->hqk", q.astype("f4"), part.astype("f4"))).max()
-    agrees((q, k, v), 3e-3, "192x96", schedule_cases.scheduled(), softcap=5.0,  # whole tiles
-           mask=dma.IntervalMask.sliding_window(400, 390))
-
-
-@later
-def softcapped_biases(factor: float, bias: float, logit: float = 1.0) -> None:
-    """bfloat16 with a softcap and a bias of keys: a query that sees one key, large values, a query of large logits."""
-    rng, q, k, v = drawn(400, 400, kind=numpy_dtype("bfloat16"))
-    v = (v.astype("f4") * factor).astype(v.dtype)
-    q[:, 396] *= logit
-    out = agrees((q, k, v), 2**-7 * np.abs(v.astype("f8")).max(), "128x128x4", writes=2, softcap=20.0,
-                 causal=True, bias=bias + rng.standard_normal((1, 1, 400)).astype(np.float32))
-    assert np.array_equal(out[0, 0], np.broadcast_to(v[0, 0], (2, 64)))
-
-
-@later
-def no_room_in_l2(tile: str, num_sms: int, rotation: int | None = None) -> None:
-    """Three heads with 3 tiles each, and an L2 swizzle group per head; causal, or with lists, for CTAs that shift by
-    ``rotation`` places from one wave to the next."""
-    rng, *rows = drawn(300, 300, (3, 3), 16)
-    mask = None
-    if rotation is not None:
-        mask = dma.IntervalMask.top_w(rng.standard_normal((1, 3, 300)).astype(np.float32), 100)
-    with mock.patch.multiple(sm90_schedule, SWIZZLE_GROUP_BYTES=1, SWIZZLE_GROUP_WAVES=1,
-                             _rotation=lambda *facts: rotation):
-        agrees(rows, 3e-3, tile, schedule_cases.num_sms(num_sms), causal=True, mask=mask)
-
-
-def nonfinite_values() -> None:
-    """Every tile has a non-finite value that some of its queries do not see."""
-    _, q, k, v = drawn(300, 300)
-    v[:, ::50] = np.inf
-    agrees((q, k, v), 3e-3, "192x96", writes=2, mask=dma.IntervalMask.sliding_window(300, 20))
-
-
-def short_tiles() -> None:
-    """Short tiles after whole waves, which could be cut in two, and without any, where some could be cut in three."""
-    rng, *rows = drawn(500, 500, (4, 2))
-    mask = dma.IntervalMask.top_w(rng.standard_normal((1, 2, 500)).astype(np.float32), 100)
-    for num_sms, count in ((8, 2), (18, 8)):
-        with schedule_cases.num_sms(num_sms, short_tiles=True) as tiles:
-            agrees(rows, 6e-3, "192x96", mask=mask)
-        assert tiles == [count]
 
 
 def cut_tiles() -> None:
@@ -320,14 +282,7 @@ OWN: dict[str, Callable[[], None]] = {
     "sm90[causal]": sm90_forward("192x128", "causal"),
     "sm90[causal, softcap]": sm90_forward("192x96", "causal", softcap=2.0),
     "sm90[dense]": sm90_forward("128x128", "dense"),
-    "sm90[rising]": rising_logits, "sm90[softcap]": logits_that_change,
-    "sm90[softcap and bias]": softcapped_biases(1.0, 7.0),
-    "sm90[softcap and large bias]": softcapped_biases(1.0, 30.0),
-    "sm90[softcap, large values]": softcapped_biases(2.0**114, 7.0),
-    "sm90[softcap, a large row]": softcapped_biases(2.0**112, 0.0, 4.0),
-    "sm90[swizzle groups]": no_room_in_l2("128x128", 2),
-    "sm90[lists that do not fit]": no_room_in_l2("128x128", 4, rotation=3),
-    "sm90[non-finite]": nonfinite_values, "sm90[short tiles]": short_tiles, "sm90[cut tiles]": cut_tiles,
+    "sm90[cut tiles]": cut_tiles,
     "sm90[lists, queries without TMA]": queries_without_tma(sm90_forward("192x96", "lists")),
     **{f"sm90[splits, {kind}]": sm90_splits(kind) for kind in ("none", "lists", "non-finite", "nothing seen")},
     "sm90 backward[lists]": sm90_backward(),
@@ -467,6 +422,18 @@ TESTS: dict[str, tuple[Any, ...]] = {  # a test of another file and its argument
     "test_a_last_position_that_begins_a_chunk": (test_strides_and_reuse.test_a_last_position_that_begins_a_chunk, 2),
     "test_a_key_of_the_last_word": (test_strides_and_reuse.test_a_key_that_only_the_last_word_of_queries_sees,),
 }
+OF_SM90: dict[str, tuple[Any, ...]] = {
+    "sm90[rising]": (test_sm90.test_logits_that_rise_and_fall, 0.4, 0.0, True, "192x96"),
+    "sm90[softcap]": (test_sm90.test_softcaps_of_products_that_change, True, "192x96"),
+    "sm90[softcap, whole tiles]": (test_sm90.test_softcaps_of_products_that_change, False, "128x128x4"),
+    "sm90[softcap, large values]": (test_sm90.test_softcaps_of_values_near_the_largest, True, "192x96"),
+    "sm90[heads that do not fit]": (test_sm90.test_heads_that_do_not_fit_into_l2, False, "192x128"),
+    "sm90[lists that do not fit]": (test_sm90.test_heads_that_do_not_fit_into_l2, True, "192x96"),
+    "sm90[non-finite]": (test_sm90.test_nonfinite_values_reach_only_queries_that_see_them, "lists", "192x96", (1, 3),
+                         300, False),
+    "sm90[short tiles]": (test_sm90.test_a_last_wave_of_short_tiles, "none", "192x128"),
+    "sm90[short tiles of lists]": (test_sm90.test_a_last_wave_of_short_tiles, "lists", "192x96"),
+}
 IN_RANDOM_ORDER: dict[str, tuple[Any, ...]] = {  # the same for tests of the Hopper gradients
     "sm90 backward[blank rows]": (test_sm90_backward.test_rows_that_see_nothing_may_hold_anything, 64, True),
     "sm90 one pass[unseen keys]": (test_sm90_backward.test_keys_that_nobody_sees_may_hold_anything, False, False),
@@ -484,6 +451,7 @@ IN_RANDOM_ORDER: dict[str, tuple[Any, ...]] = {  # the same for tests of the Hop
 
 CHECKS: dict[str, Callable[[], None]] = {
     **OWN, **{name: elsewhere(*given) for name, given in TESTS.items()},
+    **{name: of_sm90(*given) for name, given in OF_SM90.items()},
     **{name: in_random_order(elsewhere(*given)) for name, given in IN_RANDOM_ORDER.items()},
     **{f"{name}[Hopper]": on_hopper(elsewhere(*TESTS[name])) for name in ("test_intervals", "test_dense_strides")},
     **{f"few_queries[{name}]": few_queries(name) for name in ("mask-global_documents", "float16-D3")},

@@ -25,7 +25,7 @@ FAULTS = [
           "test_gradients_by_lifetimes[Hopper, two rows]"),
     # ---- values and edges ----
     fault("short tiles have the lists of full ones", "lists/intervals.cu",
-          "« - min(tile, p.short_tiles) * p.missing_queries»", "sm90[short tiles]"),
+          "« - min(tile, p.short_tiles) * p.missing_queries»", "sm90[short tiles of lists]"),
     # ---- barriers and asynchronous copies ----
     fault("all warps of a tile list its keys", "lists/intervals.cu", "any &&« lane == tile_lane &&»",
           "test_forward_grid[lengths-300x300-top_w]"),
