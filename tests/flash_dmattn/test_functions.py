@@ -127,6 +127,16 @@ def test_without_the_query_axis(convert, qkv, rng):
     check(convert.back(out), qkv, mask[:, :, None], bias)
 
 
+@pytest.mark.parametrize("length", [7, 128, 130, 256])
+def test_key_axis_padded_to_128(length, convert, rng):
+    rows = [rng.standard_normal((1, length, 1, D)).astype(np.float16) for _ in range(3)]
+    mask = rng.random((1, 1, length, length)) < 0.6
+    bias = rng.standard_normal(mask.shape).astype(np.float16)
+    more = ((0, 0),) * 3 + ((0, -length % 128),)
+    out = flash_dmattn_func(*map(convert, rows), convert(np.pad(mask, more)), convert(np.pad(bias, more)))
+    check(convert.back(out), rows, mask, bias)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_interval_masks_and_tuples(causal, convert, qkv, rng):
     arrays, scores = [convert(x) for x in qkv], rng.standard_normal((B, HKV, LK)).astype(np.float32)

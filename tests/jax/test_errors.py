@@ -41,19 +41,38 @@ def gated(bias=s, delay=1, threshold=0.0):
 WRONG = {
     "a list": (attend(query=[1.0]), TypeError, r"query must be a jax.Array or numpy.ndarray, got builtins.list"),
     "random keys": (attend(key=jax.random.key(0)), TypeError, r"key must be an array of numbers, got key<fry>"),
+    "integers": (attend(query=jnp.zeros(q.shape, int)), TypeError, r"query must be float16 or .*, got int32"),
+    "complex": (attend(bias=s.astype(complex)), TypeError, r"bias must be float16 or .*, got complex64"),
     "mixed types": (attend(key=k.astype(jnp.float16)), TypeError, r"key must have query's type float32, got float16"),
     "rank": (attend(value=v[0, 0]), ValueError, r"value must have shape \(B, Lk, Hkv, D\), got \(2, 8\)(\n|$)"),
+    "heads": (attend(query=q[:, :, :3]), ValueError, r"multiple of key's heads .*3 query heads and 2 kv heads"),
+    "key length": (attend(value=v[:, 1:]), ValueError, r"value must have key's shape \(2, 24, 2, 8\), or .*got"),
+    "head dim": (attend(query=jnp.zeros((1, 1, 1, 257))), ValueError, r"head dim D \(last axis\) of 1 to 256"),
+    "bias": (attend(bias=s[:, :, 1:]), ValueError, r"bias must have shape \(1\|B, 1\|Hkv\|H, 1\|Lk\)"),
+    "float mask": (attend(mask=jnp.zeros((N, N))), TypeError, r"mask must be bool, got float32; write a mask of 0"),
     "dense mask": (attend(mask=jnp.zeros((N, N + 1), bool)), ValueError, r"mask must have shape .*\(1, 1, 24, 25\)"),
+    "padding as mask": (attend(mask=jnp.ones((B, N), bool)), ValueError, r"mask must have four axes here"),
     "mask of other keys": (attend(mask=dj.IntervalMask.causal(N + 1)), ValueError, r"mask must have shape .*25\)"),
     "mask in mask": (attend(mask=(None,)), TypeError, r"mask must hold IntervalMask and bool arrays"),
     "mask of heads": (attend(mask=dma.IntervalMask(np.zeros((3, N), np.int32), np.zeros((3, N), np.int32))),
                       ValueError, r"mask must have shape \(1\|B, 1\|Hkv\|H, Lk\) = \(1 or 2, 1 or 2 or 4, 24\), got"),
+    "softcap": (attend(softcap=-1.0), ValueError, r"softcap must be a finite number of at least 0, got -1"),
+    "scale": (attend(scale="1"), TypeError, r"scale must be a real number, got str"),
+    "causal": (attend(causal=1), TypeError, r"causal must be True or False, got int 1"),
     "return_lse": (attend(return_lse=2), TypeError, r"return_lse must be True or False, got int 2"),
+    "layout": (attend(layout="nope"), ValueError, r"layout must be 'bnhd' or 'bhnd', got 'nope'"),
     "shapes in the other layout": (attend(layout="bhnd", key=k[:, 1:]), ValueError, r"\(layout='bhnd': shapes are"),
     "rank in the other layout": (attend(layout="bhnd", query=q[0]), ValueError, r"query must have shape \(B, heads, N"),
     "backend": (attend(backend="jax"), ValueError, r"backend must be one of 'cuda', .* got 'jax'"),
     "a GPU's backend": (attend(backend="cuda"), (ValueError, RuntimeError), r"backend='cuda' (takes|cannot run here)"),
+    "window": (dynamic(window=0), ValueError, r"window must be at least 1, got 0"),
+    "keys": (dynamic(keys="all"), ValueError, r"keys must be 'prefix' or 'global', got 'all'"),
+    "not causal": (dynamic(causal=False), ValueError, r"causal=False needs keys='global'"),
+    "no scores": (dynamic(scores=None), ValueError, r"give either scores or dt_proj and A, got neither"),
     "both": (dynamic(dt_proj=P, A=A), ValueError, r"give either scores or dt_proj and A, got both"),
+    "form": (dynamic(scores=None, dt_proj=P, A=A, form="log"), ValueError, r"form must be 'exp' or 'linear', got"),
+    "dt_proj": (dynamic(scores=None, dt_proj=P[:1], A=A), ValueError, r"dt_proj must have shape \(Hkv, Hkv\*D\)"),
+    "scores": (dynamic(scores=s[:1]), ValueError, r"scores must have shape \(B, Hkv, Lk\)"),
     "padding": (dynamic(padding=jnp.ones((B, N - 1), bool)), ValueError, r"padding must have shape \(1\|B, Lk\)"),
     "padding's type": (dynamic(padding=jnp.ones((B, N))), TypeError, r"padding must be bool, or integers"),
     "padding's rank": (dynamic(padding=jnp.ones(N, bool)), ValueError, r"padding must have shape \(1\|B, Lk\)"),
@@ -61,6 +80,7 @@ WRONG = {
     "documents' type": (dynamic(documents=jnp.zeros((B, N))), TypeError, r"documents must be int32 or int64, got fl"),
     "documents' rank": (dynamic(documents=np.zeros((1, 1, N), np.int32)), ValueError, r"documents must be cumulative"),
     "key_scores": (lambda: dj.key_scores(v, P, A, form="log"), ValueError, r"form must be 'exp' or 'linear'"),
+    "key_scores' A": (lambda: dj.key_scores(v, P, A[:1]), ValueError, r"A must have shape \(Hkv,\) = \(2\), got \(1"),
     "top_w": (lambda: dj.top_w(s[0], 5), ValueError, r"scores must have shape \(B, Hkv, Lk\), got \(2, 24\)"),
     "top_w's type": (lambda: dj.top_w(s.astype(int), 5), TypeError, r"scores must be float16 or"),
     "top_w's window": (lambda: dj.top_w(s, 1.5), TypeError, r"window must be an int, got float 1.5"),
@@ -157,6 +177,11 @@ def test_without_jax_or_flax(tmp_path):
         done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode != 0 and f"ImportError: {'cupy_dma.jax.DynamicMaskAttention ' * (name == 'flax')}" in (
             done.stderr) and message in done.stderr
+
+
+def test_unknown_names():
+    with pytest.raises(AttributeError, match="has no attribute 'varlen_attention'"):
+        dj.varlen_attention  # noqa: B018
 
 
 @pytest.mark.parametrize("transform", [jax.jit, lambda call: jax.grad(lambda x: call(x).sum()), jax.vmap])

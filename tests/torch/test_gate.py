@@ -219,17 +219,22 @@ def test_saved_copied_pickled():
     assert not gate(x).log_gate.any()
 
 
-@pytest.mark.parametrize("name, wrong, error", [
-    ("width", 0, ValueError), ("kv_heads", 1.5, TypeError), ("hidden", 0, ValueError), ("delay", 0, ValueError),
-    ("delay", 2**31, ValueError), ("sinks", -1, ValueError), ("threshold", 0.0, ValueError),
-    ("threshold", -math.inf, ValueError), ("temperature", 0.0, ValueError), ("offset", -1.0, ValueError),
-    ("gain", "1", TypeError)])
-def test_options(name, wrong, error):
-    with pytest.raises(error, match=f"{name} must be"):
-        RetentionGate(**{"width": WIDTH, "kv_heads": HKV, name: wrong})
+@pytest.mark.parametrize("options, error, message", [
+    ({"width": 0}, ValueError, "width"), ({"kv_heads": 1.5}, TypeError, "kv_heads"),
+    ({"hidden": 0}, ValueError, "hidden"), ({"delay": 0}, ValueError, "delay must be at least 1"),
+    ({"delay": 2**31}, ValueError, "delay"), ({"sinks": -1}, ValueError, "sinks"),
+    ({"threshold": 0.0}, ValueError, "threshold must be below 0"),
+    ({"threshold": -math.inf}, ValueError, "threshold"),
+    ({"temperature": 0.0}, ValueError, "temperature must be above"),
+    ({"offset": -1.0}, ValueError, "offset"), ({"gain": "1"}, TypeError, "gain"),
+], ids=str)
+def test_options(options, error, message):
+    with pytest.raises(error, match=message):
+        RetentionGate(**{"width": WIDTH, "kv_heads": HKV, **options})
+    name, value = next(iter(options.items()))
     if name not in RetentionGate.FIXED:
-        with pytest.raises(error, match=f"{name} must be"):
-            setattr(gate_of(), name, wrong)
+        with pytest.raises(error, match=message):
+            setattr(gate_of(), name, value)
 
 
 def test_what_is_fixed():

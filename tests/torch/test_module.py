@@ -260,7 +260,8 @@ def test_errors_about_the_input():
 
 
 WRONG = {
-    "kv heads": (lambda m, q, k, v: m(q, k[:, :, :1], v[:, :, :1]), r"key must have shape \(B, Lk, 2, 6\)"),
+    "kv heads": (lambda m, q, k, v: m(q, k[:, :, :1], v[:, :, :1]),
+                 r"key must have shape \(B, Lk, 2, 6\), got \(2, 18, 1, 6\): the layer was made with kv_heads=2, head"),
     "value": (lambda m, q, k, v: m(q, k, v[..., :4]), r"value must have shape \(B, Lk, 2, 6\), got \(2, 18, 2, 4\)"),
     "query": (lambda m, q, k, v: m(q[:, :, :3], k, v), r"query .* H a multiple of 2, got \(2, 18, 3, 6\): the layer"),
     "layout": (lambda m, q, k, v: m(*(x.transpose(1, 2) for x in (q, k, v))), r"key must have shape \(B, Lk, 2, 6\)"),
@@ -271,7 +272,8 @@ WRONG = {
              "cu_seqlens .* no padding"),
     "no tensor": (lambda m, q, k, v: m(q, k.numpy(), v), "key must be a torch tensor, got ndarray"),
     "no cache": (lambda m, q, k, v: m.extend(None, q, k, v), "cache must be a DynamicCache.*make_cache.*got NoneType"),
-    "other window": (lambda m, q, k, v: m.extend(layer(4).make_cache(B), q, k, v), "layer's window=5, got window=4"),
+    "other window": (lambda m, q, k, v: m.extend(layer(4).make_cache(B), q, k, v),
+                     "cache must have the layer's window=5, got window=4.*make_cache"),
     "other sinks": (lambda m, q, k, v: m.extend(layer(sinks=4).make_cache(B), q, k, v), "layer's sinks=0, got sinks=4"),
 }
 

@@ -340,25 +340,28 @@ def test_the_documentation_runs(tmp_path, monkeypatch, capsys):
 
 WRONG = {
     "width": (lambda m, x: m(x[..., :20]), r"x must have shape \(B, N, width\), .* width=24, got \(2, 18, 20\)"),
-    "axes": (lambda m, x: m(x[0]), r"x must have shape \(B, N, width\), or \(total, width\) with cu_seqlens"),
-    "packed": (lambda m, x: m(x, cu_seqlens=[0, N]), r"x must have shape \(total, width\) with cu_seqlens"),
+    "axes": (lambda m, x: m(x[0]), r"x must have shape \(B, N, width\), or \(total, width\) with cu_seqlens.*\(18, 24"),
+    "packed": (lambda m, x: m(x, cu_seqlens=[0, N]), r"x must have shape \(total, width\) with cu_seqlens.*\(2, 18, 2"),
     "numpy": (lambda m, x: m(x.numpy()), "x must be a torch tensor, got ndarray"),
     "both": (lambda m, x: m(x[0], cu_seqlens=[0, N], padding=torch.ones(1, N) > 0), "either padding .* or cu_seqlens"),
-    "padding shape": (lambda m, x: m(x, padding=torch.ones(N, B) > 0), r"padding must have shape \(B, N\)"),
+    "padding shape": (lambda m, x: m(x, padding=torch.ones(N, B) > 0),
+                      r"padding must have shape \(B, N\) = \(2, 18\).*got \(18, 2\)"),
     "padding type": (lambda m, x: m(x, padding=torch.ones(B, N)), "padding must be bool, or integers .*float32"),
     "padding value": (lambda m, x: m(x, padding=torch.full((B, N), 2)), "padding must be 1 for real keys"),
-    "short": (lambda m, x: m(x[0], cu_seqlens=[0, 7]), "cu_seqlens must .* end at x's length 18"),
-    "long": (lambda m, x: m(x[0], cu_seqlens=[0, 7, 19]), "cu_seqlens must .* end at x's length 18"),
+    "short": (lambda m, x: m(x[0], cu_seqlens=[0, 7]), r"cu_seqlens must .* end at x's length 18, got \[0, 7\]"),
+    "long": (lambda m, x: m(x[0], cu_seqlens=[0, 7, 19]), r"cu_seqlens must .* end at x's length 18, got \[0, 7, 19\]"),
     "falling": (lambda m, x: m(x[0], cu_seqlens=[0, 7, 3, N]), "cu_seqlens must be cumulative lengths"),
     "lengths": (lambda m, x: m(x[0], cu_seqlens=torch.tensor(N)), r"cu_seqlens must have shape \(B \+ 1,\)"),
     "float": (lambda m, x: m(x[0], cu_seqlens=torch.tensor([0.0, N])), "cu_seqlens must be int32 or int64"),
-    "listed": (lambda m, x: m(x[0], cu_seqlens=[0, 1.5]), "cu_seqlens must be .* a list of ints"),
-    "positions": (lambda m, x: m(x, positions=torch.arange(N - 1)), "positions must have shape"),
+    "listed": (lambda m, x: m(x[0], cu_seqlens=[0, 1.5]), r"cu_seqlens must be .* a list of ints, got \[0, 1.5\]"),
+    "positions": (lambda m, x: m(x, positions=torch.arange(N - 1)), r"positions must have shape .*got \(17,\)"),
     "no cache": (lambda m, x: m(x, cache=[]), "cache must be a DynamicCache, as make_cache makes it, got list"),
     "batch": (lambda m, x: m(x, cache=m.make_cache(3)), "cache must be for x's batch of 2, got .* a batch of 3"),
-    "sequences": (lambda m, x: m(x[0], cu_seqlens=[0, 1, 2, N], cache=m.make_cache(2)), "the 2 sequences of the cache"),
+    "sequences": (lambda m, x: m(x[0], cu_seqlens=[0, 1, 2, N], cache=m.make_cache(2)),
+                  "cu_seqlens must have the 2 sequences of the cache, got 3"),
     "another's cache": (lambda m, x: m(x, cache=layer(window=4).make_cache(B)), "layer's window=5, got window=4"),
-    "numpy cache": (lambda m, x: m(x, cache=dma.DynamicCache(B, 2, W, 6, dtype="float32")), "must hold torch tensors"),
+    "numpy cache": (lambda m, x: m(x, cache=dma.DynamicCache(B, 2, W, 6, dtype="float32")),
+                    "cache must hold torch tensors on x's device cpu"),
 }
 
 
@@ -373,6 +376,7 @@ def test_errors_are_in_the_users_terms(name):
     ({"heads": 5, "kv_heads": None}, "width must be a multiple of heads .* got width=24, heads=5"),
     ({"kv_heads": 3}, "heads must be a multiple of kv_heads, got heads=4, kv_heads=3"),
     ({"head_dim": 5}, "rotary positions need an even head_dim, got head_dim=5"),
+    ({"rope": True}, "rope must be a real number"),
     ({"qk_norm": 1}, "qk_norm must be True or False"), ({"width": 2.0}, "width must be an int"),
 ])
 def test_options_are_checked_when_the_layer_is_made(options, message):
@@ -416,16 +420,21 @@ def test_other_options_reach_the_core():
     assert module.window == module.make_cache(B).window == 4
 
 
-@pytest.mark.parametrize(("name", "wrong", "error"), [
-    ("window", 0, ValueError), ("window", 2.5, TypeError), ("window", (3, 4, 5), ValueError),
-    ("bias_delay", -1, ValueError), ("sinks", -1, ValueError), ("recent", True, TypeError),
-    ("form", "square", ValueError), ("scale", "x", TypeError), ("softcap", -1, ValueError),
-    ("deterministic", 1, TypeError), ("backend", 3, TypeError), ("A_init", None, TypeError),
-    ("slope", "x", TypeError), ("slope", (1, float("inf")), ValueError), ("slope", (1, 1, 1), ValueError),
-    ("rope", -1.0, ValueError), ("rope", True, TypeError), ("checkpoint", "no", TypeError),
-    ("batch_first", 0, TypeError)])
-def test_a_wrong_change_changes_nothing(name, wrong, error):
-    message = rf"{name}(\[1\])? must be"
+@pytest.mark.parametrize(("name", "wrong", "error", "message"), [
+    ("window", 0, ValueError, "window must be at least 1, got 0"), ("window", 2.5, TypeError, "window must be an int"),
+    ("window", (3, 4, 5), ValueError, "window must be an int, or one int for each of 2 kv heads, got 3 of them"),
+    ("bias_delay", -1, ValueError, "bias_delay must be at least 0, got -1"),
+    ("sinks", -1, ValueError, "sinks must be at least 0"), ("recent", True, TypeError, "recent must be an int"),
+    ("form", "square", ValueError, "form must be 'exp' or 'linear'"), ("scale", "x", TypeError, "scale must be a real"),
+    ("softcap", -1, ValueError, "softcap must be a finite number of at least 0"),
+    ("deterministic", 1, TypeError, "deterministic must be True or False"),
+    ("backend", 3, TypeError, "backend must be a str or None"), ("A_init", None, TypeError, "A_init must be a real"),
+    ("slope", "x", TypeError, "slope must be a real number, got str 'x'"),
+    ("slope", (1, float("inf")), ValueError, r"slope\[1\] must be a finite number"),
+    ("slope", (1, 1, 1), ValueError, "slope must be a number, or one for each of 2 kv heads, got 3"),
+    ("rope", -1.0, ValueError, "rope must be a positive base"), ("checkpoint", "no", TypeError, "checkpoint must be"),
+    ("batch_first", 0, TypeError, "batch_first must be True or False")])
+def test_a_wrong_change_changes_nothing(name, wrong, error, message):
     with pytest.raises(error, match=message):
         layer(**{name: wrong})
     module = layer()

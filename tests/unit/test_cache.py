@@ -12,7 +12,6 @@ from cupy_dma.cache.segments import rectangular
 from cupy_dma.masks.windows import each_head
 from tests.oracle import reference
 from tests.oracle.cache_cases import SCORES, History, draw_scores, packed
-from tests.oracle.refusals import check_wrong, wrong
 from tests.project.pages import run_page
 from tests.unit.test_argument_types import copies
 from tests.unit.test_arrays import Producer
@@ -276,42 +275,52 @@ def ones(*shape, dtype=np.float32):
     return np.ones(shape, dtype)
 
 
-def extend(**changes):
-    """A call of a cache, which it leaves as it was."""
+@pytest.mark.parametrize(("changes", "kind", "message"), [
+    ({"query": None}, TypeError, "query must be an array, got None"),
+    ({"query": [1]}, TypeError, "query must be a numpy"),
+    ({"value": ones(2, 3, 2, 8, dtype=np.float64)}, TypeError, "value must have the cache's type"),
+    ({"scores": ones(2, 2, 3, dtype=np.int32)}, TypeError, "scores must be .*got int32"),
+    ({"key": ones(2, 3, 2, 16)[..., ::2]}, ValueError, "key must be contiguous in its last axis"),
+    ({"softcap": 1e-46}, ValueError, r"softcap must be 0 \(none\) or at least 2\*\*-126"),
+    ({"scale": "1"}, TypeError, "scale must be a real number"),
+    ({"lengths": "12"}, TypeError, "lengths must be a numpy"),
+    ({"query": ones(2, 3, 4)}, ValueError, r"query must have shape \(B, L, H, D\), got \(2, 3, 4\)"),
+    ({"query": ones(2, 3, 3, 8)}, ValueError, "3 query heads and 2 kv heads"),
+    ({"query": ones(2, 3, 0, 8)}, ValueError, "0 query heads"),
+    ({"query": ones(2, 2, 4, 8)}, ValueError, r"query must have shape \(B, L, H, D\) = \(2, 3, 4, 8\), got"),
+    ({"query": ones(2, 3, 4, 8, dtype=np.float16)}, TypeError, "query must have the cache's type float32, got float16"),
+    ({"query": ones(2, 3, 4, 16)[..., ::2]}, ValueError, "query must be contiguous in its last axis"),
+    ({"key": ones(3, 3, 2, 8)}, ValueError, r"key must have shape \(B, L, Hkv, D\) = \(2, 3, 2, 8\), got \(3,"),
+    ({"key": ones(2, 3, 2)}, ValueError, r"key must have shape \(B, L, Hkv, D\), got \(2, 3, 2\)"),
+    ({"key": ones(2, 3, 2, 8, dtype=np.float64)}, TypeError, "key must have the cache's type float32, got float64"),
+    ({"value": ones(2, 3, 2, 7)}, ValueError, r"value must have shape \(B, L, Hkv, Dv\) = \(2, 3, 2, 8\), got"),
+    ({"scores": ones(2, 2, 4)}, ValueError, r"scores must have shape \(B, Hkv, L\) = \(2, 2, 3\), got"),
+    ({"scores": ones(2, 2, 3, dtype=np.float64)}, TypeError, "scores must be float16 or .*, got float64"),
+    ({"scale": 1e39}, ValueError, r"scale must be at most 2\*\*127"),
+    ({"softcap": -1.0}, ValueError, "softcap must be a finite number of at least 0"),
+    ({"return_lse": 1}, TypeError, "return_lse must be True or False"),
+    ({"lengths": ones(2)}, TypeError, "lengths must be int32 or int64, got float32"),
+    ({"lengths": [1, 2.5]}, TypeError, "lengths must be an integer array or a list of ints"),
+    ({"lengths": ones(3, dtype=np.int32)}, ValueError, r"lengths must have shape \(B,\) = \(2\), got"),
+    ({"lengths": np.array([0, 4])}, ValueError, r"lengths must lie between 0 and L = 3, got \[0, 4\]"),
+    ({"lengths": np.array([-1, 2])}, ValueError, "lengths must lie between 0 and L = 3"),
+    ({"lengths": np.array([1, 2]), "cu_seqlens": np.array([0, 1, 2])}, ValueError, "lengths .* got both"),
+    ({"cu_seqlens": np.array([0, 1, 2])}, ValueError, r"key must have shape \(total, Hkv, D\), got"),
+    ({"out": ones(2, 3, 4, 7)}, ValueError, "out must have shape of the result"),
+    ({"out": ones(2, 3, 4, 8, dtype=np.float64)}, TypeError, "out must have the result's type float32, got float64"),
+    ({"out": ones(2, 3, 8, 8)[:, :, ::2]}, ValueError, "out must be contiguous, got strides"),
+    ({"out": (ones(2, 3, 4, 8), ones(2, 4, 3))}, TypeError, "out must be one array with return_lse=False, got tuple"),
+    ({"out": ones(2, 3, 4, 8), "return_lse": True}, TypeError, r"out must be a pair \(out, lse\)"),
+    ({"out": (ones(2, 3, 4, 8), ones(2, 4, 4)), "return_lse": True}, ValueError, r"out\[1\] \(lse\) must have shape"),
+])
+def test_errors_of_extend(changes, kind, message):
     history = History(length=3)
     cache, tokens = history.cache(), dict(zip(("query", "key", "value", "scores"), history.tokens(0, 3)))
     before = cache.state_dict()
-    try:
+    with pytest.raises(kind, match=message):
         cache.extend(**tokens | changes)
-    finally:
-        for name, x in cache.state_dict().items():
-            np.testing.assert_array_equal(x, before[name])
-
-
-def extend_with_lse(out):
-    extend(out=out, return_lse=True)
-
-
-@pytest.mark.parametrize(("function", "error", "name", "value"), [
-    *wrong(extend, TypeError, query=[None, ones(2, 3, 4, 8, dtype=np.float16)], key=[np.ones((2, 3, 2, 8))],
-           scores=[np.ones((2, 2, 3))], return_lse=[1], lengths=[ones(2), [1, 2.5]],
-           out=[np.ones((2, 3, 4, 8)), (ones(2, 3, 4, 8), ones(2, 4, 3))]),
-    *wrong(extend, ValueError,
-           query=[ones(2, 3, 4), ones(2, 3, 3, 8), ones(2, 3, 0, 8), ones(2, 2, 4, 8), ones(2, 3, 4, 16)[..., ::2]],
-           key=[ones(3, 3, 2, 8), ones(2, 3, 2)], value=[ones(2, 3, 2, 7)], scores=[ones(2, 2, 4)], scale=[1e39],
-           softcap=[-1.0], lengths=[ones(3, dtype=np.int32), np.array([0, 4]), np.array([-1, 2])],
-           out=[ones(2, 3, 4, 7), ones(2, 3, 8, 8)[:, :, ::2]]),
-    *wrong(extend_with_lse, TypeError, out=[ones(2, 3, 4, 8)]),
-    *wrong(extend_with_lse, ValueError, out=[(ones(2, 3, 4, 8), ones(2, 4, 4))])])
-def test_errors_of_extend(function, error, name, value):
-    check_wrong(function, error, name, value)
-
-
-def test_errors_of_lengths_and_cu_seqlens():
-    with pytest.raises(ValueError, match=r"lengths .* got both"):
-        extend(lengths=np.array([1, 2]), cu_seqlens=np.array([0, 1, 2]))
-    with pytest.raises(ValueError, match=r"key must have shape \(total, Hkv, D\), got"):
-        extend(cu_seqlens=np.array([0, 1, 2]))
+    for name, x in cache.state_dict().items():
+        np.testing.assert_array_equal(x, before[name])
 
 
 @pytest.mark.parametrize(("bounds", "message"), [
@@ -329,16 +338,25 @@ def test_errors_of_packed_tokens(bounds, message):
         history.cache().update(rows[1], rows[2], rows[3][:, :5], cu_seqlens=np.array([0, 3, 6]))
 
 
-def cache_of(batch=1, kv_heads=1, window=4, head_dim=8, **options):
-    dma.DynamicCache(batch, kv_heads, window, head_dim, **options)
-
-
-@pytest.mark.parametrize(("function", "error", "name", "value"), [
-    *wrong(cache_of, ValueError, batch=[-1], kv_heads=[0], window=[0, 2**31], head_dim=[0, 257], sinks=[-1],
-           backend=["cpu"]),
-    *wrong(cache_of, TypeError, dtype=["int8"], like=[3])])
-def test_errors_of_the_constructor(function, error, name, value):
-    check_wrong(function, error, name, value)
+@pytest.mark.parametrize(("arguments", "options", "kind", "message"), [
+    ((-1, 1, 4, 8), {}, ValueError, "batch must be at least 0, got -1"),
+    ((1, 0, 4, 8), {}, ValueError, "kv_heads must be at least 1"),
+    ((1, 1, 0, 8), {}, ValueError, "window must be at least 1"),
+    ((1, 1, 4, 0), {}, ValueError, "head_dim must be at least 1"),
+    ((1, 1, 4, 257), {}, ValueError, "head_dim must be 1 to 256, got 257"),
+    ((1, 1, 4.0, 8), {}, TypeError, "window must be an int, got float"),
+    ((1, 1, 4, 8, 257), {}, ValueError, "value_dim must be 1 to 256, got 257"),
+    ((1, 1, 4, 8, 8, 3), {}, TypeError, "dtype must be .*got 3"),
+    ((1, 1, 4, 8), {"recent": True}, TypeError, "recent must be an int"),
+    ((1, 1, 4, 8, 8, "int8"), {}, TypeError, "dtype must be .*got 'int8'"),
+    ((1, 1, 4, 8), {"sinks": -1}, ValueError, "sinks must be at least 0"),
+    ((1, 1, 2**31, 8), {}, ValueError, r"window \+ sinks \+ recent must be below 2\*\*31"),
+    ((1, 1, 4, 8), {"like": 3}, TypeError, "like must be a numpy"),
+    ((1, 1, 4, 8), {"backend": "cpu"}, ValueError, "backend must be one of"),
+])
+def test_errors_of_the_constructor(arguments, options, kind, message):
+    with pytest.raises(kind, match=message):
+        dma.DynamicCache(*arguments, **options)
 
 
 @pytest.mark.parametrize(("indices", "kind", "message"), [

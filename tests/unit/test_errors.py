@@ -1,6 +1,7 @@
 """Bad input raises before anything is computed, and every message names the argument, the given value and what is
 allowed.
 """
+import functools
 import operator
 import traceback
 from dataclasses import replace
@@ -12,7 +13,7 @@ import cupy_dma as dma
 from cupy_dma import backends, checks
 from cupy_dma.arrays import Device, describe
 from cupy_dma.backends import numpy as numpy_backend
-from tests.oracle.refusals import check_refused, check_wrong, wrong
+from tests.oracle.refusals import check_refused
 
 M = dma.IntervalMask
 B, LQ, LK, H, HKV, D = 2, 5, 7, 4, 2, 8
@@ -22,36 +23,12 @@ def zeros(*shape, dtype=np.float32):
     return np.zeros(shape, dtype)
 
 
-def integers(*shape):
-    return np.zeros(shape, np.int32)
-
-
-def bools(*shape):
-    return np.zeros(shape, bool)
-
-
 Q, K = zeros(B, LQ, H, D), zeros(B, LK, HKV, D)
-SCORES, DT, A, LSE, RUN = zeros(B, HKV, LK), zeros(HKV, HKV * D), zeros(HKV), zeros(B, H, LQ), integers(LK)
+SCORES, DT, A, LSE = zeros(B, HKV, LK), zeros(HKV, HKV * D), zeros(HKV), zeros(B, H, LQ)
 
 
 def attend(query=Q, key=K, value=K, **options):
     return dma.attention(query, key, value, **options)
-
-
-def key_scores(value=K, dt_proj=DT, A=A, **options):
-    return dma.key_scores(value, dt_proj, A, **options)
-
-
-def top_w(scores=SCORES, window=3, **options):
-    return M.top_w(scores, window, **options)
-
-
-def runs(start=RUN, stop=RUN):
-    return M(start, stop)
-
-
-def prefix_lm(prefix_length, **options):
-    return M.prefix_lm(LK, prefix_length, **options)
 
 
 def dynamic(scores=SCORES, window=3, **options):
@@ -67,105 +44,202 @@ def dynamic_backward(scores=SCORES, window=3, lse=LSE, **options):
     return dma.backward.dynamic_mask_attention_backward(Q, Q, K, K, Q, lse, scores, window=window, **options)
 
 
-def key_scores_backward(dscores=SCORES, **options):
-    return dma.backward.key_scores_backward(dscores, K, DT, A, **options)
-
-
 def torch_tensor(*shape):
     return pytest.importorskip("torch").zeros(*shape)
 
 
-WRONG = [
-    *wrong(attend, TypeError, query=[[1.0], integers(B, LQ, H, D)], key=[K.astype(np.float16)],
-           value=[K.astype(np.float64), lambda: torch_tensor(B, LK, HKV, D)],
-           mask=["causal", (M.causal(LK), None)],
-           bias=[lambda: torch_tensor(B, HKV, LK), integers(B, HKV, LK)],
-           scale=["big"], softcap=[None], bias_delay=[True], causal=["yes"], deterministic=[1], backend=[3]),
-    *wrong(attend, ValueError,
-           query=[zeros(LQ, H, D), zeros(B, LQ, 3, D), zeros(B, LQ, 0, D), zeros(B, LQ, H, 257), zeros(B, LQ, H, 0),
-                  zeros(B, LQ, H, 2 * D)[..., ::2]],
-           key=[zeros(LK, HKV, D), zeros(3, LK, HKV, D), zeros(B, LK, HKV, 9)],
-           value=[zeros(1, 1, LK, HKV, D), zeros(B, 6, HKV, D), zeros(B, LK, D, HKV).swapaxes(2, 3)],
-           mask=[M.causal(8), M.padding(bools(3, LK)), M(integers(1, 3, LK), integers(LK)), bools(LQ, 6),
-                 bools(B, 3, LQ, LK), bools(B, LQ, LK), bools(1, 1, LQ, 2 * LK)[..., ::2], [M.causal(LK), M.causal(8)]],
-           bias=[zeros(B, 3, LK), zeros(B, HKV, 6), zeros(B, HKV, 4, LK), zeros(LQ, LK),
-                 zeros(B, HKV, 1, 2 * LK)[..., ::2]],
-           scale=[np.nan, np.inf, -1e39], softcap=[-1.0, 1e39, 1e-46],
-           bias_delay=[-1, 2**30 + 1], backend=["cuda13"]),
-    *wrong(key_scores, TypeError, value=[K.astype(np.int8)], dt_proj=[lambda: torch_tensor(HKV, HKV * D)],
-           dt_bias=[0.5]),
-    *wrong(key_scores, ValueError, value=[zeros(B, LK, D), zeros(B, LK, HKV, 300), zeros(B, LK, 0, D)],
-           dt_proj=[DT.T, zeros(HKV * D, HKV).T], A=[zeros(3)], dt_bias=[zeros(HKV, 1)], form=["log"], backend=["no"]),
-    *wrong(top_w, TypeError, window=[2.0, True], scores=[integers(B, HKV, LK)],
-           padding=[lambda: torch_tensor(B, LK).bool()], documents=[[0, 7.0], [[0, 7], [1]]]),
-    *wrong(top_w, ValueError, window=[0], keys=["window"], scores=[zeros(B, LK)], padding=[bools(3, LK)],
-           documents=[[0, 6], integers(B, 6), np.array([0, 6])]),
-    *wrong(runs, TypeError, start=[zeros(LK)], stop=[zeros(LK, dtype=np.int16)]),
-    *wrong(runs, ValueError, start=[integers(6), integers(1, 1, 1, LK), integers(2 * LK)[::2]]),
-    *wrong(M.causal, TypeError, key_length=[7.0]), *wrong(M.causal, ValueError, key_length=[-1]),
-    *wrong(prefix_lm, TypeError, prefix_length=[zeros(2)]),
-    *wrong(prefix_lm, ValueError, prefix_length=[-1, integers(2, 1)]),
-    *wrong(M.padding, TypeError, padding=[np.ones((B, LK))]), *wrong(M.padding, ValueError, padding=[bools(LK)]),
-    *wrong(M.documents, TypeError, documents=[zeros(B, LK)]),
-    *wrong(M.documents, ValueError,
-           documents=[np.array([1, 4]), np.array([0, 5, 3, 7]), integers(1, B, LK), integers(0)]),
-    *wrong(M.causal(7).to_dense, ValueError, query_length=[-1]),
-    *wrong(M.causal(7).count, TypeError, query_length=["x"]),
-    *wrong(dynamic, ValueError, scores=[zeros(B, 3, LK), zeros(1, HKV, LK)], padding=[bools(B, 6)]),
-    *wrong(backward, TypeError, dout=[Q.astype(np.float16), None, lambda: torch_tensor(*Q.shape)],
-           lse=[integers(B, H, LQ)]),
-    *wrong(backward, ValueError, dout=[Q[:, :1]], out=[K], lse=[zeros(B, LQ, H)], dlse=[zeros(B, H)],
-           needs=["queries", ("query", "scores")]),
-    *wrong(dynamic_backward, ValueError, needs=[("bias",)], lse=[Q]),
-    *wrong(key_scores_backward, TypeError, dscores=[SCORES > 0]),
-    *wrong(key_scores_backward, ValueError, dscores=[zeros(B, LK)], form=["log"], needs=["a"]),
-]
-# Several arguments that do not fit each other, and messages that say what to do instead.
+# (call, exception, required words of the message: argument, given value, allowed values)
 CASES = [
+    # types of arguments
+    (lambda: attend(query=[1.0]), TypeError, ["query", "builtins.list", "numpy.ndarray"]),
+    (lambda: attend(query=zeros(B, LQ, H, D, dtype=np.int32)), TypeError, ["query", "int32", "float16"]),
+    (lambda: attend(key=K.astype(np.float16)), TypeError, ["key", "float16", "float32"]),
+    (lambda: attend(value=K.astype(np.float64)), TypeError, ["value", "float64", "float32"]),
+    (lambda: attend(value=torch_tensor(B, LK, HKV, D)), TypeError, ["value", "torch", "query", "numpy"]),
+    (lambda: attend(bias=torch_tensor(B, HKV, LK)), TypeError, ["bias", "torch", "numpy"]),
+    # shapes of query, key, value
+    (lambda: attend(query=zeros(LQ, H, D)), ValueError, ["query", "(5, 4, 8)", "(B, Lq, H, D)"]),
+    (lambda: attend(key=zeros(LK, HKV, D)), ValueError, ["key", "(7, 2, 8)", "(B, Lk, Hkv, D)"]),
+    (lambda: attend(value=zeros(1, 1, LK, HKV, D)), ValueError, ["value", "(1, 1, 7, 2, 8)", "(B, Lk, Hkv, D)"]),
+    (lambda: attend(key=zeros(3, LK, HKV, D)), ValueError, ["key", "(3, 7, 2, 8)", "(2, any, any, 8)"]),
+    (lambda: attend(key=zeros(B, LK, HKV, 9)), ValueError, ["key", "(2, 7, 2, 9)", "(2, any, any, 8)"]),
+    (lambda: attend(value=zeros(B, 6, HKV, D)), ValueError, ["value", "(2, 6, 2, 8)", "(2, 7, 2, 8)"]),
+    (lambda: attend(zeros(B, LQ, 3, D)), ValueError, ["query", "H % Hkv", "3 query heads", "2 kv heads"]),
+    (lambda: attend(zeros(B, LQ, 0, D)), ValueError, ["query", "0 query heads"]),
     (lambda: attend(Q, *[zeros(B, LK, 0, D)] * 2), ValueError, ["query", "0 kv heads"]),
+    (lambda: attend(*[zeros(1, 2, 1, 257)] * 3), ValueError, ["query", "(1, 2, 1, 257)", "1 to 256"]),
+    (lambda: attend(*[zeros(1, 2, 1, 0)] * 3), ValueError, ["query", "(1, 2, 1, 0)", "1 to 256"]),
+    (lambda: attend(query=zeros(B, LQ, H, 2 * D)[..., ::2]), ValueError, ["query", "last axis", "stride 2"]),
+    (lambda: attend(value=zeros(B, LK, D, HKV).swapaxes(2, 3)), ValueError, ["value", "last axis", "stride 2"]),
+    # masks
+    (lambda: attend(mask=M.causal(8)), ValueError, ["mask", "(1, 1, 8)", "(1 or 2, 1 or 2 or 4, 7)"]),
+    (lambda: attend(mask=M.padding(np.ones((3, LK), bool))), ValueError, ["mask", "(3, 1, 7)", "(1 or 2, "]),
+    (lambda: attend(mask=M(zeros(1, 3, LK, dtype=np.int32), zeros(LK, dtype=np.int32))), ValueError,
+     ["mask", "(1, 3, 7)", "1 or 2 or 4"]),
     (lambda: attend(mask=M.causal(LK, like=torch_tensor(1))), ValueError, ["mask", "torch", "numpy", ".to(query)"]),
     (lambda: attend(mask=zeros(LQ, LK)), TypeError, ["mask", "float32", "bool", "mask == 0", "bias"]),
-    (lambda: attend(mask=bools(B, LK)), ValueError, ["mask", "(2, 7)", "is (B, Lk)", "mask[:, None, None]", "padding"]),
-    (lambda: attend(Q[:, :2], mask=bools(2, LK)), ValueError, ["mask", "fits (Lq, Lk) and (B, Lk)", "[None, None]"]),
-    (lambda: attend(mask=(bools(LQ, LK), bools(LQ, 6))), ValueError, ["mask", "1 or 7"]),
-    (lambda: top_w(padding=zeros(B, LK)), TypeError, ["padding", "float32", "integers 1", "padding == 0"]),
-    (lambda: top_w(padding=integers(B, LK) - 1), ValueError, ["padding", "1 for real keys"]),
+    (lambda: attend(mask=zeros(B, LK, dtype=bool)), ValueError,
+     ["mask", "(2, 7)", "is (B, Lk)", "mask[:, None, None]", "padding", "(Lq, Lk) = (5, 7)"]),
+    (lambda: attend(Q[:, :2], mask=zeros(2, LK, dtype=bool)), ValueError,
+     ["mask", "(2, 7)", "fits (Lq, Lk) and (B, Lk)", "mask[:, None, None]", "mask[None, None]", "padding"]),
+    (lambda: attend(mask=zeros(LQ, 6, dtype=bool)), ValueError, ["mask", "(1, 1, 5, 6)", "1 or 7"]),
+    (lambda: attend(mask=zeros(B, 3, LQ, LK, dtype=bool)), ValueError, ["mask", "(2, 3, 5, 7)", "1 or 2 or 4"]),
+    (lambda: attend(mask=zeros(B, LQ, LK, dtype=bool)), ValueError, ["mask", "(2, 5, 7)"]),
+    (lambda: attend(mask=zeros(1, 1, LQ, 2 * LK, dtype=bool)[..., ::2]), ValueError, ["mask", "last axis", "stride 2"]),
+    (lambda: attend(mask="causal"), TypeError, ["mask", "builtins.str"]),
+    (lambda: attend(mask=(M.causal(LK), None)), TypeError, ["mask", "tuple", "NoneType", "IntervalMask"]),
+    (lambda: attend(mask=[M.causal(LK), M.causal(8)]), ValueError, ["mask", "(1, 1, 8)", "(1 or 2, 1 or 2 or 4, 7)"]),
+    (lambda: attend(mask=(zeros(LQ, LK, dtype=bool), zeros(LQ, 6, dtype=bool))), ValueError, ["mask", "1 or 7"]),
+    # biases
+    (lambda: attend(bias=zeros(B, HKV, LK, dtype=np.int64)), TypeError, ["bias", "int64", "float32"]),
+    (lambda: attend(bias=zeros(B, 3, LK)), ValueError, ["bias", "(2, 3, 7)", "1 or 2 or 4"]),
+    (lambda: attend(bias=zeros(B, HKV, 6)), ValueError, ["bias", "(2, 2, 6)", "1 or 7"]),
+    (lambda: attend(bias=zeros(B, HKV, 4, LK)), ValueError, ["bias", "(2, 2, 4, 7)", "1 or 5"]),
+    (lambda: attend(bias=zeros(LQ, LK)), ValueError, ["bias", "(5, 7)"]),
+    (lambda: attend(bias=zeros(B, HKV, 1, 2 * LK)[..., ::2]), ValueError, ["bias", "last axis", "stride 2"]),
+    # options
+    (lambda: attend(scale="big"), TypeError, ["scale", "'big'", "real number"]),
+    (lambda: attend(scale=np.nan), ValueError, ["scale", "nan", "finite"]),
+    (lambda: attend(scale=np.inf), ValueError, ["scale", "inf", "finite"]),
+    (lambda: attend(softcap=-1.0), ValueError, ["softcap", "-1.0", "at least 0"]),
+    (lambda: attend(softcap=1e39), ValueError, ["softcap", "1e+39", "1.7e38", "float32"]),
+    (lambda: attend(softcap=1e-46), ValueError, ["softcap", "1e-46", "1.2e-38", "float32"]),
+    (lambda: attend(scale=-1e39), ValueError, ["scale", "-1e+39", "1.7e38", "float32"]),
+    (lambda: attend(softcap=None), TypeError, ["softcap", "None", "real number"]),
+    (lambda: attend(causal="yes"), TypeError, ["causal", "'yes'", "True or False"]),
+    (lambda: attend(deterministic=1), TypeError, ["deterministic", "1", "True or False"]),
+    # scores
+    (lambda: dma.key_scores(zeros(B, LK, D), DT, A), ValueError, ["value", "(2, 7, 8)", "(B, Lk, Hkv, D)"]),
+    (lambda: dma.key_scores(zeros(B, LK, HKV, 300), DT, A), ValueError, ["value", "(2, 7, 2, 300)", "1 to 256"]),
+    (lambda: dma.key_scores(zeros(B, LK, 0, D), DT, A), ValueError, ["value", "(2, 7, 0, 8)", "kv head"]),
+    (lambda: dma.key_scores(K.astype(np.int8), DT, A), TypeError, ["value", "int8", "float16"]),
+    (lambda: dma.key_scores(K, DT.T, A), ValueError, ["dt_proj", "(16, 2)", "(2, 16)"]),
+    (lambda: dma.key_scores(K, DT, zeros(3)), ValueError, ["A", "(3,)", "(2)"]),
+    (lambda: dma.key_scores(K, DT, A, dt_bias=zeros(HKV, 1)), ValueError, ["dt_bias", "(2, 1)", "(Hkv,)"]),
+    (lambda: dma.key_scores(K, DT, A, dt_bias=0.5), TypeError, ["dt_bias", "float"]),
+    (lambda: dma.key_scores(K, zeros(HKV * D, HKV).T, A), ValueError, ["dt_proj", "last axis", "stride 2"]),
+    (lambda: dma.key_scores(K, DT, A, form="log"), ValueError, ["form", "'log'", "'exp' or 'linear'"]),
+    (lambda: dma.key_scores(K, torch_tensor(HKV, HKV * D), A), TypeError, ["dt_proj", "torch", "numpy"]),
+    # selection
+    (lambda: M.top_w(SCORES, 0), ValueError, ["window", "0", "at least 1"]),
+    (lambda: M.top_w(SCORES, 2.0), TypeError, ["window", "2.0", "int"]),
+    (lambda: M.top_w(SCORES, True), TypeError, ["window", "True", "int"]),
+    (lambda: M.top_w(SCORES, 3, keys="window"), ValueError, ["keys", "'window'", "'prefix' or 'global'"]),
+    (lambda: M.top_w(zeros(B, LK), 3), ValueError, ["scores", "(2, 7)", "(B, Hkv, Lk)"]),
+    (lambda: M.top_w(zeros(B, HKV, LK, dtype=np.int32), 3), TypeError, ["scores", "int32", "float16"]),
+    (lambda: M.top_w(SCORES, 3, padding=zeros(B, LK)), TypeError,
+     ["padding", "float32", "bool", "integers 1", "padding == 0"]),
+    (lambda: M.top_w(SCORES, 3, padding=zeros(B, LK, dtype=np.int64) - 1), ValueError, ["padding", "1 for real keys"]),
+    (lambda: M.top_w(SCORES, 3, documents=[0, 6]), ValueError, ["documents", "[0, 6]", "key length 7"]),
+    (lambda: M.top_w(SCORES, 3, documents=[0, 7.0]), TypeError, ["documents", "[0, 7.0]", "list of ints"]),
+    (lambda: M.top_w(SCORES, 3, documents=[[0, 7], [1]]), TypeError, ["documents", "[[0, 7], [1]]", "list of ints"]),
+    (lambda: M.top_w(SCORES, 3, padding=zeros(3, LK, dtype=bool)), ValueError, ["padding", "(3, 7)", "1 or 2"]),
+    (lambda: M.top_w(SCORES, 3, padding=torch_tensor(B, LK).bool()), TypeError, ["padding", "torch", "numpy"]),
+    (lambda: M.top_w(SCORES, 3, documents=zeros(B, 6, dtype=np.int32)), ValueError, ["documents", "(2, 6)", "7"]),
+    (lambda: M.top_w(SCORES, 3, documents=np.array([0, 6])), ValueError, ["documents", "[0, 6]", "key length 7"]),
+    # hand-made masks and constructors
+    (lambda: M(zeros(LK), zeros(LK, dtype=np.int32)), TypeError, ["start", "float32", "int32"]),
+    (lambda: M(zeros(LK, dtype=np.int32), zeros(LK, dtype=np.int16)), TypeError, ["stop", "int16", "int32"]),
+    (lambda: M(zeros(LK, dtype=np.int32), zeros(6, dtype=np.int32)), ValueError, ["start", "stop", "(7,)", "(6,)"]),
+    (lambda: M(*[zeros(1, 1, 1, LK, dtype=np.int32)] * 2), ValueError, ["start", "(1, 1, 1, 7)", "1 to 3 axes"]),
+    (lambda: M(*[zeros(2 * LK, dtype=np.int32)[::2]] * 2), ValueError, ["start", "last axis", "stride 2"]),
+    (lambda: M.causal(-1), ValueError, ["key_length", "-1", "at least 0"]),
+    (lambda: M.causal(7.0), TypeError, ["key_length", "7.0", "int"]),
     (lambda: M.causal(7, like=3), TypeError, ["like", "builtins.int"]),
     (lambda: M.sliding_window(7, 0), ValueError, ["window", "0", "at least 1"]),
     (lambda: M.sinks(7, -1), ValueError, ["count", "-1", "at least 0"]),
-    (lambda: prefix_lm(integers(2), like=torch_tensor(1)), ValueError, ["prefix_length", "torch", "numpy"]),
+    (lambda: M.prefix_lm(7, -1), ValueError, ["prefix_length", "-1", "at least 0"]),
+    (lambda: M.prefix_lm(7, zeros(2)), TypeError, ["prefix_length", "float32", "int32"]),
+    (lambda: M.prefix_lm(7, zeros(2, 1, dtype=np.int32)), ValueError, ["prefix_length", "(2, 1)", "(B,)"]),
+    (lambda: M.prefix_lm(7, zeros(2, dtype=np.int32), like=torch_tensor(1)), ValueError,
+     ["prefix_length", "torch", "numpy"]),
+    (lambda: M.padding(np.ones(LK, bool)), ValueError, ["padding", "(7,)", "(B, Lk)"]),
+    (lambda: M.padding(np.ones((B, LK))), TypeError, ["padding", "float64", "bool"]),
+    (lambda: M.documents(np.array([1, 4])), ValueError, ["documents", "[1, 4]", "start at 0"]),
+    (lambda: M.documents(np.array([0, 5, 3, 7])), ValueError, ["documents", "[0, 5, 3, 7]", "never decrease"]),
     (lambda: M.documents(np.array([0, 4]), key_length=7), ValueError, ["documents", "[0, 4]", "7"]),
-    (lambda: M.documents(integers(B, LK), key_length=8), ValueError, ["key_length", "8", "7"]),
+    (lambda: M.documents(zeros(B, LK)), TypeError, ["documents", "float32", "int32"]),
+    (lambda: M.documents(zeros(1, B, LK, dtype=np.int32)), ValueError, ["documents", "(1, 2, 7)", "(B, Lk)"]),
+    (lambda: M.documents(zeros(0, dtype=np.int32)), ValueError, ["documents", "(0,)"]),
+    (lambda: M.documents(zeros(B, LK, dtype=np.int32), key_length=8), ValueError, ["key_length", "8", "7"]),
     (lambda: M.documents(np.array([0, 7]), causal=None), TypeError, ["causal", "None", "True or False"]),
+    (lambda: M.causal(7).to_dense(-1), ValueError, ["query_length", "-1", "at least 0"]),
+    (lambda: M.causal(7).count("x"), TypeError, ["query_length", "'x'", "int"]),
     (lambda: M.causal(7) & M.causal(8), ValueError, ["mask & mask", "(1, 1, 7)", "(1, 1, 8)"]),
     (lambda: M.causal(7) | M.causal(8), ValueError, ["mask | mask", "(1, 1, 7)", "(1, 1, 8)"]),
     (lambda: M.causal(7) & M.causal(7, like=torch_tensor(1)), ValueError, ["mask & mask", "torch", "numpy", ".to("]),
     (lambda: M.causal(7) == M.causal(7, like=torch_tensor(1)), ValueError, ["mask == mask", "torch", ".to("]),
+    # dynamic_mask_attention
     (lambda: dynamic(scores=None), ValueError, ["scores", "dt_proj", "neither"]),
     (lambda: dynamic(dt_proj=DT, A=A), ValueError, ["scores", "dt_proj", "both"]),
     (lambda: dynamic(scores=None, dt_proj=DT), ValueError, ["A", "dt_proj", "None"]),
     (lambda: dynamic(A=A), ValueError, ["A", "dt_proj", "scores"]),
     (lambda: dynamic(dt_bias=A), ValueError, ["dt_bias", "dt_proj", "scores"]),
     (lambda: dynamic(causal=False), ValueError, ["causal=False", "keys='prefix'", "keys='global'"]),
+    (lambda: dynamic(scores=zeros(B, 3, LK)), ValueError, ["scores", "(2, 3, 7)", "2 or 4"]),
+    (lambda: dynamic(scores=zeros(1, HKV, LK)), ValueError, ["scores", "(1, 2, 7)", "(2, 2 or 4, 7)"]),
+    (lambda: dynamic(padding=zeros(B, 6, dtype=bool)), ValueError, ["padding", "(2, 6)", "(1 or 2, 7)"]),
+    # gradients
+    (lambda: backward(dout=Q.astype(np.float16)), TypeError, ["dout", "query's type", "float16"]),
+    (lambda: backward(dout=Q[:, :1]), ValueError, ["dout", "query's shape", "(2, 1, 4, 8)"]),
+    (lambda: backward(dout=None), TypeError, ["dout", "NoneType"]),
+    (lambda: backward(dout=torch_tensor(*Q.shape)), TypeError, ["dout", "torch", "numpy"]),
+    (lambda: backward(out=K), ValueError, ["out", "query's shape", str(K.shape)]),
+    (lambda: backward(lse=zeros(B, LQ, H)), ValueError, ["lse", "(B, H, Lq)", "(2, 5, 4)"]),
+    (lambda: backward(lse=zeros(B, H, LQ, dtype=np.int32)), TypeError, ["lse", "int32"]),
+    (lambda: backward(dlse=zeros(B, H)), ValueError, ["dlse", "(B, H, Lq)", "(2, 4)"]),
+    (lambda: backward(needs="queries"), ValueError, ["needs", "'queries'", "'query'"]),
+    (lambda: backward(needs=("query", "scores")), ValueError, ["needs", "'scores'", "'bias'"]),
+    (lambda: dynamic_backward(needs=("bias",)), ValueError, ["needs", "'bias'", "'dt_proj'"]),
+    (lambda: dynamic_backward(None, dt_proj=DT, A=A, lse=Q), ValueError, ["lse", "(B, H, Lq)"]),
+    (lambda: dma.backward.key_scores_backward(zeros(B, LK), K, DT, A), ValueError, ["dscores", "(2, 7)", "(2, 2, 7)"]),
+    (lambda: dma.backward.key_scores_backward(SCORES, K, DT, A, form="log"), ValueError, ["form", "'log'"]),
+    (lambda: dma.backward.key_scores_backward(SCORES, K, DT, A, needs="a"), ValueError, ["needs", "'a'", "'A'"]),
+    (lambda: dma.backward.key_scores_backward(SCORES > 0, K, DT, A), TypeError, ["dscores", "bool", "float32"]),
+    # backends
+    (lambda: attend(backend="cuda13"), ValueError, ["backend", "'cuda13'", "'numpy'"]),
+    (lambda: attend(backend=3), TypeError, ["backend", "int", "str"]),
+    (lambda: dma.key_scores(K, DT, A, backend="no"), ValueError, ["backend", "'no'"]),
+    # checks that entry points share
+    *[(lambda call=call, delay=delay: call(bias_delay=delay), error, ["bias_delay", words])
+      for call in (functools.partial(attend, bias=SCORES), dynamic, functools.partial(backward, bias=SCORES))
+      for delay, error, words in ((-1, ValueError, "at least 0, got -1"), (2**30 + 1, ValueError, "at most 2**30"),
+                                  (1.5, TypeError, "an int, got"), (True, TypeError, "an int, got bool"),
+                                  (None, TypeError, "an int, got NoneType"))],
+    (lambda: attend(key="text"), TypeError, ["key", "builtins.str"]),
+    (lambda: attend(mask=zeros(LQ, LK, dtype=np.int64)), TypeError, ["mask", "int64", "bool"]),
+    (lambda: attend(mask=(M.causal(LK), zeros(B, LK, dtype=bool))), ValueError, ["mask", "(B, Lk)"]),
+    (lambda: attend(mask=(zeros(LQ, LK, dtype=bool), zeros(LQ, LK))), TypeError, ["mask", "float32", "bool"]),
+    (lambda: M.top_w(SCORES, -3), ValueError, ["window", "-3", "at least 1"]),
+    (lambda: M(zeros(2, 1, LK, dtype=np.int32), zeros(3, 1, LK, dtype=np.int32)), ValueError,
+     ["start", "stop", "(2, 1, 7)", "(3, 1, 7)"]),
+    (lambda: dynamic(scale=2e38), ValueError, ["scale", "2e+38", "1.7e38"]),
+    (lambda: dynamic(window=0), ValueError, ["window", "0", "at least 1"]),
+    (lambda: dynamic(keys="all"), ValueError, ["keys", "'all'", "'prefix' or 'global'"]),
+    (lambda: dynamic(None, dt_proj=DT, A=A, padding=zeros(B, LK)), TypeError, ["padding", "float32", "bool"]),
+    (lambda: dynamic(None, dt_proj=DT, A=A, documents=np.array([0, 9])), ValueError, ["documents", "[0, 9]", "7"]),
+    (lambda: dynamic(None, dt_proj=DT, A=A, form="no"), ValueError, ["form", "'no'", "'exp' or 'linear'"]),
+    (lambda: dynamic(softcap=-2), ValueError, ["softcap", "-2", "at least 0"]),
+    (lambda: backward(bias=zeros(3, HKV, LK)), ValueError, ["bias", "(3, 2, 7)"]),
+    (lambda: backward(softcap=-1.0), ValueError, ["softcap", "at least 0"]),
+    (lambda: backward(backend="flux"), ValueError, ["backend", "'flux'", "'flex'"]),
+    (lambda: dynamic_backward(window=0), ValueError, ["window", "0", "at least 1"]),
+    (lambda: dynamic_backward(dt_proj=DT, A=A), ValueError, ["scores", "dt_proj", "both"]),
 ]
 
 
-@pytest.fixture
-def nothing_runs(monkeypatch):
-    """No kernel may be launched before all checks."""
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_bad_input(number, monkeypatch):
+    call, kind, fragments = CASES[number]
+    # no kernel may have been launched
     for name in ("attention", "key_scores", "prefix_stop", "attention_backward", "key_scores_backward"):
         monkeypatch.setattr(numpy_backend, name, lambda *arguments: pytest.fail("launched before all checks"))
+    check_refused(kind, fragments, call)
 
 
-@pytest.mark.parametrize(("function", "error", "name", "value"), WRONG)
-def test_wrong_arguments(function, error, name, value, nothing_runs):
-    check_wrong(function, error, name, value)
-
-
-@pytest.mark.parametrize("number", range(len(CASES)))
-def test_wrong_calls(number, nothing_runs):
-    call, error, words = CASES[number]
-    check_refused(error, words, call)
+def test_unknown_names():
+    with pytest.raises(AttributeError, match="no_such_name"):
+        getattr(dma, "no_such_name")  # noqa: B009
 
 
 def test_the_same_calls_with_good_input_pass():

@@ -6,7 +6,7 @@ import cupy_dma as dma
 from cupy_dma.arrays import CPU, library_named
 from tests.oracle import delay_cases
 from tests.oracle import varlen_cases as cases
-from tests.oracle.refusals import check_refused, check_wrong, wrong
+from tests.oracle.refusals import check_refused
 
 
 @pytest.mark.feature("numpy forward", "varlen and paged", "float64", case="float64-")
@@ -89,35 +89,75 @@ def int32(*values):
     return np.array(values, np.int32)
 
 
-CASES = [
-    *wrong(attend, TypeError, cu_seqlens_q=[[0, 4.5, 12], CU_Q.astype(np.float32)], cu_seqlens_k=[None],
-           max_seqlen_k=[1.5], tail_padding=[1], mask=[3], bias=[np.ones((2, 15), np.int32)]),
-    *wrong(attend, ValueError, query=[Q[None]], key=[K[:, :, :4], PAGES], value=[V[:3]],
-           cu_seqlens_q=[CU_Q[None], CU_Q[:0], int32(1, 4, 12), int32(0, 5, 4), int32(0, 4, 13)],
-           cu_seqlens_k=[CU_K[:2], int32(0, 5, 16)], seqused_k=[int32(5), int32(6, 1), int32(-1, 1)],
-           max_seqlen_q=[5, -1], max_seqlen_k=[7], mask=[M.causal(14)], bias=[tokens(3, 15)]),
-    *wrong(attend, NotImplementedError, mask=[np.ones((1, 1, 12, 15), bool)], bias=[tokens(1, 2, 15)]),
-    *wrong(paged, TypeError, block_table=[TABLE.astype(np.float32)], seqused_k=[None]),
-    *wrong(paged, ValueError, key=[K, PAGES[:, :0]], block_table=[TABLE[0], TABLE[:1]],
-           seqused_k=[int32(9, 1)], mask=[M.causal(15)], bias=[tokens(2, 8)]),
-    *wrong(dynamic, ValueError, scores=[tokens(1, 15), tokens(2, 14)])]
-
-
-@pytest.mark.parametrize(("function", "error", "name", "value"), CASES)
-def test_wrong_arguments(function, error, name, value):
-    check_wrong(function, error, name, value)
-
-
-@pytest.mark.parametrize(("call", "words"), [
-    (lambda: attend(cu_seqlens_q=int32(0, 4, 10)), ["cu_seqlens_q", "[0, 4, 10]", "rows 10 to 11", "tail_padding"]),
-    (lambda: attend(cu_seqlens_k=[0, 5, 14]), ["cu_seqlens_k", "[0, 5, 14]", "rows 14 to 14", "tail_padding"]),
-    (lambda: paged(block_table=TABLE + 1), ["block_table", "0 to 2", "[3]", "sequence 1"]),
-    (lambda: paged(block_table=TABLE - 1), ["block_table", "0 to 2", "-1"]),
-    (lambda: attend(Q, K[:11], V[:11], CU_Q, CU_Q), ["cu_seqlens_k", "total_q=12", "total_k=11"]),
-    (lambda: dynamic(tokens(2, 15), causal=False), ["causal", "global"]),
-    (lambda: dynamic(dt_proj=tokens(2, 16), A=tokens(2), block_table=TABLE), ["scores", "block_table"])])
-def test_wrong_calls(call, words):
-    check_refused(ValueError, words, call)
+@pytest.mark.parametrize(("call", "error", "words"), [
+    *[(lambda delay=delay: attend(bias=tokens(2, 15), bias_delay=delay), error, ["bias_delay", words])
+      for delay, error, words in ((-1, ValueError, "at least 0, got -1"), (1.5, TypeError, "an int, got"))],
+    (lambda: attend(query=Q[:, :3]), ValueError, ["query", "H % Hkv", "3 query heads"]),
+    (lambda: attend(value=V.astype(np.float16)), TypeError, ["value", "float32", "float16"]),
+    (lambda: attend(query=Q.astype(np.int32)), TypeError, ["query", "int32"]),
+    (lambda: attend(cu_seqlens_q="0 12"), TypeError, ["cu_seqlens_q", "str"]),
+    (lambda: attend(cu_seqlens_q=[0, 4, 13]), ValueError, ["cu_seqlens_q", "length 12", "13"]),
+    (lambda: attend(causal=1), TypeError, ["causal", "1"]),
+    (lambda: attend(softcap=-1), ValueError, ["softcap", "-1"]),
+    (lambda: dynamic(), ValueError, ["scores", "dt_proj", "neither"]),
+    (lambda: dynamic(tokens(2, 15), window=0), ValueError, ["window", "0"]),
+    (lambda: dynamic(tokens(2, 15), keys="last"), ValueError, ["keys", "'last'", "'prefix'"]),
+    (lambda: dynamic(tokens(2, 15), A=tokens(2)), ValueError, ["A", "dt_proj"]),
+    (lambda: dynamic(dt_proj=tokens(2, 16)), ValueError, ["A", "None"]),
+    (lambda: attend(query=Q[None]), ValueError, ["query", "(total_q, H, D)", "(1, 12, 4, 8)"]),
+    (lambda: attend(key=K[:, :, :4]), ValueError, ["key", "D=8", "(15, 2, 4)"]),
+    (lambda: attend(value=V[:3]), ValueError, ["value", "(15, 2, 8)", "(3, 2, 8)"]),
+    (lambda: attend(key=PAGES, value=PAGES), ValueError, ["key", "(total_k, Hkv, D)", "(3, 4, 2, 8)"]),
+    (lambda: attend(cu_seqlens_q=[0, 4.5, 12]), TypeError, ["cu_seqlens_q", "[0, 4.5, 12]", "list of ints"]),
+    (lambda: attend(cu_seqlens_q=int32(0, 4, 10)), ValueError,
+     ["cu_seqlens_q", "end at query's length 12", "[0, 4, 10]", "rows 10 to 11", "tail_padding=True"]),
+    (lambda: attend(cu_seqlens_k=[0, 5, 14]), ValueError,
+     ["cu_seqlens_k", "end at key's length 15", "[0, 5, 14]", "rows 14 to 14", "tail_padding=True"]),
+    (lambda: attend(Q, K[:11], V[:11], CU_Q, CU_Q), ValueError, ["cu_seqlens_k", "total_q=12", "total_k=11"]),
+    (lambda: attend(max_seqlen_q=5), ValueError, ["max_seqlen_q", "5", "2 sequences", "12 rows", "tail_padding"]),
+    (lambda: attend(max_seqlen_k=7), ValueError, ["max_seqlen_k", "7", "15 rows"]),
+    (lambda: attend(tail_padding=1), TypeError, ["tail_padding", "1", "True or False"]),
+    (lambda: attend(cu_seqlens_q=CU_Q.astype(np.float32)), TypeError, ["cu_seqlens_q", "int32", "float32"]),
+    (lambda: attend(cu_seqlens_q=CU_Q[None]), ValueError, ["cu_seqlens_q", "(B + 1,)", "(1, 3)"]),
+    (lambda: attend(cu_seqlens_q=CU_Q[:0]), ValueError, ["cu_seqlens_q", "(B + 1,)", "(0,)"]),
+    (lambda: attend(cu_seqlens_k=CU_K[:2]), ValueError, ["cu_seqlens_k", "(B + 1,)", "(2,)"]),
+    (lambda: attend(cu_seqlens_k=None), TypeError, ["cu_seqlens_k", "None", "block_table"]),
+    (lambda: attend(cu_seqlens_q=int32(1, 4, 12)), ValueError, ["cu_seqlens_q", "start at 0", "[1, 4, 12]"]),
+    (lambda: attend(cu_seqlens_q=int32(0, 5, 4)), ValueError, ["cu_seqlens_q", "never decrease", "[0, 5, 4]"]),
+    (lambda: attend(cu_seqlens_q=int32(0, 4, 13)), ValueError, ["cu_seqlens_q", "length 12", "13"]),
+    (lambda: attend(cu_seqlens_k=int32(0, 5, 16)), ValueError, ["cu_seqlens_k", "length 15", "16"]),
+    (lambda: attend(seqused_k=int32(5)), ValueError, ["seqused_k", "(2)", "(1,)"]),
+    (lambda: attend(seqused_k=int32(6, 1)), ValueError, ["seqused_k", "[5, 10]", "[6, 1]"]),
+    (lambda: attend(seqused_k=int32(-1, 1)), ValueError, ["seqused_k", "[-1, 1]"]),
+    (lambda: attend(max_seqlen_q=-1), ValueError, ["max_seqlen_q", "-1"]),
+    (lambda: attend(max_seqlen_k=1.5), TypeError, ["max_seqlen_k", "1.5"]),
+    # masks and biases
+    (lambda: attend(mask=M.causal(14)), ValueError, ["mask", "(1, 1|Hkv|H, total_k)", "15", "(1, 1, 14)"]),
+    (lambda: attend(mask=np.ones((1, 1, 12, 15), bool)), NotImplementedError, ["mask", "IntervalMask", "dense"]),
+    (lambda: attend(mask=3), TypeError, ["mask", "int"]),
+    (lambda: attend(bias=tokens(3, 15)), ValueError, ["bias", "(1|Hkv|H, total_k)", "(3, 15)"]),
+    (lambda: attend(bias=tokens(1, 2, 15)), NotImplementedError, ["bias", "(1|Hkv|H, total_k)", "(1, 2, 15)"]),
+    (lambda: attend(bias=np.ones((2, 15), np.int32)), TypeError, ["bias", "int32"]),
+    # paged KV cache
+    (lambda: paged(key=K), ValueError, ["key", "(num_pages, page_size, Hkv, D)", "(15, 2, 8)"]),
+    (lambda: paged(key=PAGES[:, :0]), ValueError, ["key", "at least one row"]),
+    (lambda: paged(block_table=TABLE[0]), ValueError, ["block_table", "(B, max_pages)", "(2,)"]),
+    (lambda: paged(block_table=TABLE[:1]), ValueError, ["block_table", "(B, max_pages)", "(1, 2)"]),
+    (lambda: paged(block_table=TABLE.astype(np.float32)), TypeError, ["block_table", "float32"]),
+    (lambda: paged(block_table=TABLE + 1), ValueError, ["block_table", "0 to 2", "[3]", "sequence 1"]),
+    (lambda: paged(block_table=TABLE - 1), ValueError, ["block_table", "0 to 2", "-1"]),
+    (lambda: paged(seqused_k=None), TypeError, ["seqused_k", "cu_seqlens_k", "block_table"]),
+    (lambda: paged(seqused_k=int32(9, 1)), ValueError, ["seqused_k", "8", "[9, 1]"]),
+    (lambda: paged(mask=M.causal(15)), ValueError, ["mask", "max_pages * page_size", "8", "(1, 1, 15)"]),
+    (lambda: paged(bias=tokens(2, 8)), ValueError, ["bias", "max_pages * page_size", "(2, 8)"]),
+    # selections
+    (lambda: dynamic(tokens(2, 15), causal=False), ValueError, ["causal", "global"]),
+    (lambda: dynamic(tokens(1, 15)), ValueError, ["scores", "(Hkv|H, total_k)", "(1, 15)"]),
+    (lambda: dynamic(tokens(2, 14)), ValueError, ["scores", "15", "(2, 14)"]),
+    (lambda: dynamic(dt_proj=tokens(2, 16), A=tokens(2), block_table=TABLE), ValueError, ["scores", "block_table"]),
+])
+def test_errors(call, error, words):
+    check_refused(error, words, call)
 
 
 def test_lists_of_lengths_and_pages():
